@@ -1,0 +1,63 @@
+"""Documents to one Batch: padded rows, or one packed row. Padding is known from lengths, never from a token id."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from meshtune.data.batch import IGNORED_LABEL, Batch
+
+Document = tuple[NDArray[np.int64], NDArray[np.bool_]]
+
+
+def collate_padded(documents: Sequence[Document], pad_token_id: int) -> Batch:
+    """Return one row for each document (input_ids [T], supervised [T]), padded on the right to the longest."""
+    lengths = [len(ids) for ids, _ in documents]
+    shape = len(documents), max(lengths)
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
+    labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
+    mask = np.zeros(shape, dtype=bool)
+    for row, (document, length) in enumerate(zip(documents, lengths, strict=True)):
+        input_ids[row, :length] = document[0]
+        labels[row, :length] = shifted_labels(document)
+        mask[row, :length] = True
+    return Batch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.arange(shape[1]).repeat(shape[0], 1),
+        shift_labels=torch.from_numpy(labels),
+        attention_mask=None if mask.all() else torch.from_numpy(mask),
+        tokens=sum(lengths),
+        supervised_tokens=int((labels != IGNORED_LABEL).sum()),
+    )
+
+
+def collate_packed(documents: Sequence[Document]) -> Batch:
+    """Return one row [1, N] of all documents; positions restart and no label crosses a border."""
+    lengths = [len(ids) for ids, _ in documents]
+    labels = np.concatenate([shifted_labels(document) for document in documents])
+    return Batch(
+        input_ids=torch.from_numpy(np.concatenate([ids for ids, _ in documents]))[None],
+        position_ids=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))[None],
+        shift_labels=torch.from_numpy(labels)[None],
+        document_lengths=torch.tensor(lengths, dtype=torch.int64),
+        tokens=sum(lengths),
+        supervised_tokens=int((labels != IGNORED_LABEL).sum()),
+    )
+
+
+def as_filler(batch: Batch) -> Batch:
+    """Return the batch with nothing to learn and nothing counted: it keeps collectives aligned, and no number moves."""
+    labels = torch.full_like(batch.shift_labels, IGNORED_LABEL)
+    return replace(batch, shift_labels=labels, tokens=0, supervised_tokens=0)
+
+
+def shifted_labels(document: Document) -> NDArray[np.int64]:
+    """Return [T] int64: at t the id of token t+1 if that one is supervised, else -100; the last position has none."""
+    ids, supervised = document
+    labels = np.full(len(ids), IGNORED_LABEL, dtype=np.int64)
+    labels[:-1][supervised[1:]] = ids[1:][supervised[1:]]
+    return labels

@@ -1,0 +1,219 @@
+"""From the `data` section and a tokenizer to a TokenDataset: read, encode, cut to length, count, keep on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from meshtune.data import store
+from meshtune.data.dataset import TokenDataset
+from meshtune.data.encoding import Encoded, Encoder, encoder
+from meshtune.data.formats import RowFormat, detect_format
+from meshtune.data.report import DataReport
+from meshtune.data.rows import RowProblem, Row
+from meshtune.data.sources import Source, open_sources
+from meshtune.errors import DataError
+
+if TYPE_CHECKING:
+    from meshtune.data.section import DataSection
+
+_FORMAT_VERSION = 1  # of what the cache holds: raise it when encoding or cutting changes its result
+_ROWS_AT_ONCE = 256
+_LIBRARIES = ("transformers", "tokenizers", "jinja2")
+
+Item = TypeVar("Item")
+
+
+def prepare(
+    section: DataSection,
+    paths: str | list[str],
+    tokenizer: Any,
+    max_seq_length: int,
+    *,
+    split: str = "train",
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> TokenDataset:
+    """Return the tokenised documents of `paths`, from the cache if nothing that decides them has changed.
+
+    Args:
+        section: the recipe's data section; `format`, `overlong` and `hub_config` are read here.
+        paths: the training or the validation paths of the section.
+        tokenizer: a transformers tokenizer; `messages` need a fast one with a chat template.
+        max_seq_length: the longest document, in tokens, resolved (never None).
+        split: the split to read of hub ids.
+        cache_dir: where to keep the arrays (default: `$MESHTUNE_CACHE/data`, else `~/.cache/meshtune/data`).
+
+    Raises DataError for what `open_sources`, `detect_format` and the encoder refuse, for an overlong row under
+    `overlong: error`, and when no row can be used. Several processes may call it at once; each then does the work.
+    """
+    sources = open_sources(paths, split, section.hub_config)
+    folder = store.cache_folder(cache_dir) / _key(section, sources, tokenizer, max_seq_length)
+    cached = store.load(folder)
+    if cached is not None:
+        return cached
+    row_format = detect_format(sources, section.format)
+    rows_encoder = encoder(row_format, tokenizer)
+    report = _new_report(sources, row_format, max_seq_length)
+    rows = (row for source in sources for row in source.rows())
+    with store.Writer(folder) as writer:
+        for documents in _documents(rows, rows_encoder, section.overlong, report):
+            writer.append(documents)
+        _finish(report, writer.lengths, rows_encoder)
+        return writer.publish(report)
+
+
+def prepare_training(
+    section: DataSection, tokenizer: Any, max_seq_length: int, cache_dir: str | os.PathLike[str] | None = None
+) -> TokenDataset:
+    """Return the prepared training data of a section; see `prepare`."""
+    split = section.train_split or "train"
+    return prepare(section, section.train_path, tokenizer, max_seq_length, split=split, cache_dir=cache_dir)
+
+
+def prepare_validation(
+    section: DataSection, tokenizer: Any, max_seq_length: int, cache_dir: str | os.PathLike[str] | None = None
+) -> TokenDataset | None:
+    """Return the prepared validation data of a section, or None where it names none; see `prepare`."""
+    if section.validation_path is None:
+        return None
+    split = section.validation_split or "validation"
+    return prepare(
+        section, section.validation_path, tokenizer, max_seq_length, split=split, cache_dir=cache_dir
+    )
+
+
+def preview(
+    section: DataSection,
+    paths: str | list[str],
+    tokenizer: Any,
+    max_seq_length: int,
+    *,
+    split: str = "train",
+    rows: int = 64,
+) -> DataReport:
+    """Return the report of the first rows alone, writing nothing: what can be known of the data in a second.
+
+    Raises DataError as `prepare` does, save that unusable first rows are only counted.
+    """
+    sources = open_sources(paths, split, section.hub_config)
+    row_format = detect_format(sources, section.format)
+    rows_encoder = encoder(row_format, tokenizer)
+    report = _new_report(sources, row_format, max_seq_length)
+    first = (row for source in sources for row in islice(source.rows(), rows))
+    lengths = [
+        len(d.input_ids) for part in _documents(first, rows_encoder, section.overlong, report) for d in part
+    ]
+    if lengths:
+        _finish(report, lengths, rows_encoder)
+    return report
+
+
+def _new_report(sources: Sequence[Source], row_format: RowFormat, max_seq_length: int) -> DataReport:
+    return DataReport([source.name for source in sources], row_format, max_seq_length)
+
+
+def _documents(
+    rows: Iterable[Row], rows_encoder: Encoder, overlong: str, report: DataReport
+) -> Iterator[list[Encoded]]:
+    """Yield the documents of some rows at a time, none longer than the report's maximum, counting what happens."""
+    for part in _batched(rows, _ROWS_AT_ONCE):
+        documents = []
+        for row, encoded in zip(part, rows_encoder.encode(part), strict=True):
+            report.rows_read += 1
+            if isinstance(encoded, RowProblem):
+                report.reject(row.name, encoded)
+            else:
+                documents += _kept(row.name, encoded, overlong, report)
+        report.documents += len(documents)
+        report.tokens += sum(len(document.input_ids) for document in documents)
+        report.supervised_tokens += sum(int(document.supervised[1:].sum()) for document in documents)
+        yield documents
+
+
+def _kept(name: str, row: Encoded, overlong: str, report: DataReport) -> list[Encoded]:
+    """Return the documents that a row becomes: each at most the maximum long, each with a target; [] if none."""
+    longest, length = report.max_seq_length, len(row.input_ids)
+    windows = _windows(name, row, overlong, report) if length > longest else [row]
+    documents = [window for window in windows if window.supervised[1:].any()]
+    report.tokens_left_out += length - sum(len(document.input_ids) for document in documents)
+    if documents:
+        report.rows_used += 1
+        report.truncated += length > longest and overlong == "truncate"
+        report.split += length > longest and overlong == "split"
+        report.windows_without_target += len(windows) - len(documents)
+    elif windows:
+        within = " within max_seq_length" if length > longest else ""
+        report.reject(name, RowProblem(f"no supervised token to predict{within}", f"{length} tokens"))
+    return documents
+
+
+def _windows(name: str, row: Encoded, overlong: str, report: DataReport) -> list[Encoded]:
+    """Return the parts of an overlong row. A part of a split conversation starts without what came before it."""
+    longest, length = report.max_seq_length, len(row.input_ids)
+    if overlong == "error":
+        raise DataError(
+            f"{name}: has {length} tokens, but max_seq_length is {longest} and overlong is `error`; raise "
+            "max_seq_length, or set overlong to truncate, drop or split"
+        )
+    if overlong == "drop":
+        report.dropped_overlong += 1
+        return []
+    starts = range(0, length, longest) if overlong == "split" else range(1)
+    return [Encoded(row.input_ids[s : s + longest], row.supervised[s : s + longest]) for s in starts]
+
+
+def _finish(report: DataReport, lengths: Sequence[int], rows_encoder: Encoder) -> None:
+    if not lengths:
+        reasons = report.unusable_lines()
+        if report.dropped_overlong:
+            reasons.append(
+                f"{report.dropped_overlong:,} rows longer than max_seq_length {report.max_seq_length:,}"
+            )
+        told = "\n  ".join(reasons or ["there is no row"])
+        raise DataError(f"{', '.join(report.sources)}: no row can be used to train on:\n  {told}")
+    report.measure(lengths)
+    report.warnings = rows_encoder.warnings()
+
+
+def _key(section: DataSection, sources: Sequence[Source], tokenizer: Any, max_seq_length: int) -> str:
+    """Return a hash of everything that decides the tokens: data, tokenizer, template, settings, code."""
+    settings = {
+        "version": _FORMAT_VERSION,
+        "libraries": {name: importlib.metadata.version(name) for name in _LIBRARIES},
+        "sources": [(source.name, source.digest()) for source in sources],
+        "format": section.format,
+        "overlong": section.overlong,
+        "max_seq_length": max_seq_length,
+        "tokenizer": _tokenizer_digest(tokenizer),
+    }
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _tokenizer_digest(tokenizer: Any) -> str:
+    digest = hashlib.sha256(type(tokenizer).__name__.encode())
+    if tokenizer.is_fast:
+        digest.update(tokenizer.backend_tokenizer.to_str().encode())
+    else:
+        digest.update(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode())
+    state: dict[str, Any] = {
+        "template": tokenizer.chat_template,
+        "special": tokenizer.special_tokens_map,
+        "added": {index: repr(token) for index, token in tokenizer.added_tokens_decoder.items()},
+        "settings": {
+            k: v for k, v in tokenizer.init_kwargs.items() if isinstance(v, bool | int | float | str)
+        },
+    }
+    state["settings"].pop("name_or_path", None)  # where a tokenizer lies does not change what it does
+    digest.update(json.dumps(state, sort_keys=True, default=repr).encode())
+    return digest.hexdigest()
+
+
+def _batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
+        yield batch

@@ -1,0 +1,31 @@
+"""What a source hands on: rows that carry a name a user can find again, and the reasons why some cannot be used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class RowProblem:
+    """Why a row is not used. `reason` is what rows are counted by; `detail` is the row's own part of it."""
+
+    reason: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a source: its name (`file:line`, `file:row N`) and its columns, or the problem of reading it."""
+
+    name: str
+    columns: dict[str, Any] | None
+    problem: RowProblem | None = None
+
+
+class UnusableRow(Exception):
+    """Raised inside this room where a row turns out to be unusable; it is counted and named, never shown raw."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.problem = RowProblem(reason, detail)

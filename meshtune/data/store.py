@@ -1,0 +1,113 @@
+"""The cache of tokenised data: a folder named by everything that decides its content, complete or absent, verified."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from meshtune.data.dataset import TokenDataset
+from meshtune.data.encoding import Encoded
+from meshtune.data.report import DataReport
+from meshtune.errors import DataError
+
+_MANIFEST = "manifest.json"
+_ARRAYS = ("input_ids.bin", "supervised.bin", "offsets.bin")
+_BLOCK = 1 << 22
+
+
+def cache_folder(chosen: str | os.PathLike[str] | None) -> Path:
+    """Return the folder for tokenised data: the chosen one, else under `MESHTUNE_CACHE`, else under ~/.cache."""
+    if chosen is not None:
+        return Path(chosen)
+    root = os.environ.get("MESHTUNE_CACHE")
+    return (Path(root) if root else Path.home() / ".cache" / "meshtune") / "data"
+
+
+def load(folder: Path) -> TokenDataset | None:
+    """Return the data set of a cache folder, or None if it is absent, incomplete or not what was written."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        report = DataReport.from_dict(manifest["report"])
+        if manifest["fingerprint"] != _fingerprint(folder):
+            return None
+        return TokenDataset(folder, manifest["fingerprint"], report)
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+class Writer:
+    """Appends documents to a temporary folder beside the final one; `publish` puts it in place in one step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            self._temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name[:16]}-", dir=folder.parent))
+        except OSError as error:
+            raise DataError(
+                f"the data cache {folder.parent} cannot be written ({error}); set MESHTUNE_CACHE to a folder that can"
+            ) from error
+        self._input_ids = (self._temporary / _ARRAYS[0]).open("wb")
+        self._supervised = (self._temporary / _ARRAYS[1]).open("wb")
+        self.lengths: list[int] = []
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._input_ids.close()
+        self._supervised.close()
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def append(self, documents: Iterable[Encoded]) -> None:
+        """Write documents after those written before."""
+        for document in documents:
+            self._input_ids.write(document.input_ids.astype(np.int32).tobytes())
+            self._supervised.write(document.supervised.astype(np.bool_).tobytes())
+            self.lengths.append(len(document.input_ids))
+
+    def publish(self, report: DataReport) -> TokenDataset:
+        """Complete the folder, move it into place and open it. A complete folder made meanwhile by others is kept."""
+        self._input_ids.close()
+        self._supervised.close()
+        np.concatenate(([0], np.cumsum(self.lengths))).astype(np.int64).tofile(self._temporary / _ARRAYS[2])
+        manifest = {"fingerprint": _fingerprint(self._temporary), "report": report.as_dict()}
+        (self._temporary / _MANIFEST).write_text(json.dumps(manifest, ensure_ascii=False), encoding="utf-8")
+        for _ in range(3):  # another process may put its folder there between the look and the move
+            dataset = load(self.folder)
+            if dataset is not None:
+                return dataset
+            _move(self._temporary, self.folder)
+        raise DataError(f"the data cache {self.folder} cannot be written; remove it, or set MESHTUNE_CACHE")
+
+
+def _move(source: Path, target: Path) -> None:
+    try:
+        os.replace(source, target)
+    except OSError:  # the target holds something: put it aside (load has found it unusable) and try again
+        aside = Path(tempfile.mkdtemp(prefix=".broken-", dir=target.parent))
+        try:
+            os.replace(target, aside / target.name)
+        except OSError:
+            pass  # another process has put it aside first
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _fingerprint(folder: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in _ARRAYS:
+        with (folder / name).open("rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+        digest.update(name.encode())
+    return digest.hexdigest()

@@ -1,0 +1,175 @@
+"""The model's own chat template, rendered as text. The template decides; what it refuses makes a row unusable."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from meshtune.data.formats import Conversation, Message, message_text
+from meshtune.data.rows import UnusableRow
+from meshtune.errors import DataError
+
+_LONGEST_TOKEN = 256
+
+
+class ChatTemplate:
+    """Renders conversations with a tokenizer's chat template. Raises DataError where the tokenizer has none."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        if not tokenizer.chat_template:
+            raise DataError(
+                f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template, which rows of "
+                "`messages` need: use an instruction model's tokenizer, give it a template, or train on `format: text`"
+            )
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.values()
+        self._added = _any_of(token.content for token in added)
+        self._special = _any_of(
+            [token.content for token in added if token.special] + tokenizer.all_special_tokens
+        )
+        self.header = self._generation_header()
+
+    def render(self, messages: list[Message], tools: list[Any] | None, prompt: bool = False) -> str:
+        """Return the rendered text, with the generation prompt if `prompt`. Raises UnusableRow if it is refused."""
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+            )
+        except Exception as error:  # a template may raise anything: its own refusals, type and key errors
+            raise UnusableRow(
+                "the chat template refuses the row", f"{type(error).__name__}: {error}"
+            ) from error
+
+    def accepted(self, conversation: Conversation) -> tuple[Conversation, str]:
+        """Return the first equivalent shape of a conversation that the template renders in full, and the text.
+
+        Templates differ in whether tool-call arguments are objects or JSON strings, and in whether content is a string
+        or a list of parts; rows do, too. Raises UnusableRow with the complaint about the row's own shape.
+        """
+        complaints = []
+        for shape in _shapes(conversation):
+            try:
+                text = self.render(shape.messages, shape.tools)
+                _check_shown(shape.messages, text)
+                return shape, text
+            except UnusableRow as complaint:
+                complaints.append(complaint)
+        raise complaints[0]
+
+    def outside_token(self, text: str, at: int) -> int:
+        """Return `at`, or the start of the added token that `at` would cut in two."""
+        low = max(0, at - _LONGEST_TOKEN)
+        for token in self._added.finditer(text, low, at + _LONGEST_TOKEN):
+            if token.start() < at < token.end():
+                return token.start()
+        return at
+
+    def first_terminator(self, tail: str) -> int | None:
+        """Return the end of the first special token (else of the first added token) in a turn's tail, or None."""
+        token = self._special.search(tail) or self._added.search(tail)
+        return token.end() if token else None
+
+    def without_terminators(self, turn: str) -> str:
+        """Return a turn's text without the special tokens and white space at its end."""
+        while True:
+            shorter = turn.rstrip()
+            tokens = [token for token in self._special.finditer(shorter) if token.end() == len(shorter)]
+            if not tokens:
+                return shorter
+            turn = shorter[: tokens[-1].start()]
+
+    def _generation_header(self) -> str:
+        """Return what the generation prompt appends to a user turn; "" where it appends nothing."""
+        probe: list[Message] = [{"role": "user", "content": "x"}]
+        try:
+            plain, prompted = self.render(probe, None), self.render(probe, None, prompt=True)
+        except UnusableRow:
+            return ""
+        return prompted.removeprefix(plain) if prompted.startswith(plain) else ""
+
+
+def attempt(render: Callable[..., str], *args: Any, **kwargs: Any) -> str | None:
+    """Return a rendering, or None where the template refuses it (a part of a conversation often is refused)."""
+    try:
+        return render(*args, **kwargs)
+    except UnusableRow:
+        return None
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that finds any of the tokens, the longest first; it finds nothing where there is none."""
+    longest_first = sorted({token for token in tokens if token}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _check_shown(messages: list[Message], text: str) -> None:
+    """Raise UnusableRow when a user's or system's text, or a tool call, is missing from the rendered text.
+
+    Templates pass over roles and fields that they do not know. Answers and tool results are left out of the check:
+    templates strip reasoning from the ones and re-encode the others by intention.
+    """
+    for index, message in enumerate(messages):
+        where = f"message {index}, role {message['role']}"
+        content = message.get("content")
+        parts = [part["text"] for part in content] if isinstance(content, list) else [content or ""]
+        printed_raw = isinstance(content, list) and repr(content) in text
+        checked = message["role"] not in ("assistant", "tool", "function", "ipython")
+        if printed_raw or (checked and any(part.strip() not in text for part in parts)):
+            raise UnusableRow("the chat template leaves a message's text out", where)
+        if any(name not in text for name in _called(message)):
+            raise UnusableRow("the chat template leaves a tool call out", where)
+
+
+def _called(message: Message) -> Iterator[str]:
+    """Yield the names of the functions that a message calls."""
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            yield function["name"]
+
+
+def _shapes(conversation: Conversation) -> Iterator[Conversation]:
+    messages, tools = conversation.messages, conversation.tools
+    yield Conversation(objects := [_with_arguments(message, _as_object) for message in messages], tools)
+    strings = [_with_arguments(message, _as_json) for message in messages]
+    variants = [objects] if strings == objects else [objects, strings]
+    if len(variants) == 2:
+        yield Conversation(strings, tools)
+    for change in (message_text, _as_parts):
+        for variant in variants:
+            changed = [{**m, "content": change(m)} if m.get("content") is not None else m for m in variant]
+            if changed != variant:
+                yield Conversation(changed, tools)
+
+
+def _as_parts(message: Message) -> list[dict[str, str]]:
+    return [{"type": "text", "text": message_text(message)}]
+
+
+def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    changed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and "arguments" in function:
+            call = {**call, "function": {**function, "arguments": change(function["arguments"])}}
+        changed.append(call)
+    return {**message, "tool_calls": changed}
+
+
+def _as_object(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        parsed = json.loads(arguments)
+    except json.JSONDecodeError:
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _as_json(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -1,0 +1,129 @@
+"""Layout: who holds what, and who shares what with whom. Every other room asks it; nobody else computes a rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from meshtune.errors import LayoutError
+from meshtune.layout.axes import AXES, VIEWS
+from meshtune.layout.section import DistributedSection
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of every axis for one world size, and, once `connect`ed, the device mesh.
+
+    `degrees` maps each name in `AXES` to its size; their product is the world size. Without a connection, sizes can be
+    asked but not ranks or groups, so that a recipe can be checked on a machine that has none of the ranks.
+    """
+
+    degrees: dict[str, int]
+    strategy: str = "fsdp2"
+    device_type: str = "cpu"
+    _mesh: list[DeviceMesh] = field(default_factory=list, repr=False, compare=False)
+
+    @classmethod
+    def resolve(cls, section: DistributedSection, world_size: int, device_type: str = "cpu") -> Layout:
+        """The layout of `section` on `world_size` ranks. Raises LayoutError listing every misfit."""
+        fixed = {"pp": section.pp_size, "cp": section.cp_size, "tp": section.tp_size}
+        fixed["dp_replicate"] = world_size if section.strategy == "ddp" else section.dp_replicate_size
+        product = math.prod(fixed.values())
+        if world_size % product:
+            names = " x ".join(f"{axis}={size}" for axis, size in fixed.items() if size != 1)
+            raise LayoutError(
+                f"distributed: {names} needs a world size that is a multiple of {product}, but there are {world_size} "
+                f"ranks; start {_nearest_multiples(world_size, product)} ranks or lower a size"
+            )
+        degrees = {axis: fixed.get(axis, world_size // product) for axis in AXES}
+        return cls(degrees=degrees, strategy=section.strategy, device_type=device_type)
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.degrees.values())
+
+    def problems(self, model_facts: dict[str, Any]) -> Iterable[str]:
+        """Everything that keeps this layout from running a model with these facts, all at once.
+
+        Data parallelism fits every model; the axes that split a model add their rules here.
+        """
+        if model_facts.get("router_aux_loss"):
+            yield (
+                "the model's config sets output_router_logits, whose auxiliary loss is not computed by this version; "
+                "set it to false in the model's config.json"
+            )
+
+    def connect(self) -> Layout:
+        """Build the device mesh. `torch.distributed` must be initialised with `world_size` ranks. Returns self."""
+        from torch.distributed import init_device_mesh
+
+        if not self._mesh:
+            shape = tuple(self.degrees[axis] for axis in AXES)
+            self._mesh.append(init_device_mesh(self.device_type, shape, mesh_dim_names=AXES))
+        return self
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The 5-dimensional mesh, one dimension per axis of `AXES`."""
+        if not self._mesh:
+            raise RuntimeError("this layout is not connected to any ranks: call connect() first")
+        return self._mesh[0]
+
+    def size(self, name: str) -> int:
+        """Number of ranks along an axis or a view."""
+        return math.prod(self.degrees[axis] for axis in self._axes(name))
+
+    def rank(self, name: str) -> int:
+        """This rank's coordinate along an axis or a view, in `range(size(name))`."""
+        return self.mesh[name].get_local_rank() if name in AXES else self._views[name].get_local_rank()
+
+    def group(self, name: str) -> ProcessGroup:
+        """The ranks that differ from this one only along an axis or a view."""
+        return self.mesh[name].get_group() if name in AXES else self._views[name].get_group()
+
+    @cached_property
+    def _views(self) -> dict[str, DeviceMesh]:
+        flat = {name: self.mesh[axes] for name, axes in VIEWS.items()}
+        return {name: mesh._flatten(name) for name, mesh in flat.items()}
+
+    @property
+    def data_parallel_mesh(self) -> DeviceMesh:
+        """The mesh for `fully_shard`: 2-D `(dp_replicate, fsdp)` for HSDP, else 1-D `fsdp`."""
+        shard = self._views["fsdp"]
+        if self.size("dp_replicate") == 1:
+            return shard
+        return self._replicate_and_shard
+
+    @cached_property
+    def _replicate_and_shard(self) -> DeviceMesh:
+        _ = self._views
+        return self.mesh[("dp_replicate", "fsdp")] if self.size("cp") > 1 else self.mesh[("dp_replicate", "dp_shard")]
+
+    def describe(self) -> dict[str, Any]:
+        """Strategy, world size, degrees and derived views, as stored in the run folder."""
+        return {
+            "strategy": self.strategy,
+            "world_size": self.world_size,
+            "axes": dict(self.degrees),
+            "views": {name: self.size(name) for name in VIEWS if name != "world"},
+        }
+
+    def summary(self) -> str:
+        """One line for people: `fsdp2 on 4 ranks: dp_replicate 2 x dp_shard 2`."""
+        used = " x ".join(f"{axis} {size}" for axis, size in self.degrees.items() if size > 1) or "one rank"
+        return f"{self.strategy} on {self.world_size} rank{'s' * (self.world_size > 1)}: {used}"
+
+    def _axes(self, name: str) -> tuple[str, ...]:
+        return (name,) if name in AXES else VIEWS[name]
+
+
+def _nearest_multiples(world_size: int, product: int) -> str:
+    below = world_size // product * product
+    return f"{below} or {below + product}" if below else str(product)

@@ -1,0 +1,116 @@
+"""The ranks of this run: joined from torchrun's environment, or one process on its own, on the same path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from meshtune.errors import LayoutError, MeshtuneError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the ranks of a run, and its device."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def each_node_first(self, work: Callable[[], T]) -> T:
+        """Run `work` on the first rank of every node, then on the others, which find its result cached.
+
+        If it raises on any rank, every rank raises: nobody is left waiting.
+        """
+        result, error = _attempt(work) if self.local_rank == 0 else (None, None)
+        self._raise_together(error)
+        if self.local_rank != 0:
+            result, error = _attempt(work)
+        self._raise_together(error)
+        return result  # type: ignore[return-value]
+
+    def all_together(self, work: Callable[[], T]) -> T:
+        """Run `work`, which communicates with nobody, on every rank; if it raises on any, every rank raises."""
+        result, error = _attempt(work)
+        self._raise_together(error)
+        return result  # type: ignore[return-value]
+
+    def from_first(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 and give every rank its (picklable) result, or its error."""
+        result, error = _attempt(work) if self.is_first else (None, None)
+        outcome = [(result, _portable(error))]
+        dist.broadcast_object_list(outcome, src=0)
+        if error is not None:
+            raise error
+        result, error = outcome[0]
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+    def _raise_together(self, error: Exception | None) -> None:
+        errors: list[Exception | None] = [None] * self.size
+        dist.all_gather_object(errors, _portable(error))
+        if error is not None:
+            raise error
+        for other in errors:
+            if other is not None:
+                raise other
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """Not every exception can be pickled for the other ranks; a plain one with its text always can."""
+    if error is None or isinstance(error, MeshtuneError):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def connect(device: str | None = None) -> World:
+    """Join the ranks that `torchrun` describes in the environment, or be a world of one. Idempotent."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    chosen = _device(device, local_rank)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, chosen)
+
+
+def disconnect() -> None:
+    """Leave the ranks."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device(device: str | None, local_rank: int) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device)
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise LayoutError(f"device {device} was asked for, but torch sees no GPU on this machine")
+        index = chosen.index if chosen.index is not None else local_rank
+        if index >= torch.cuda.device_count():
+            raise LayoutError(f"rank with local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()} here")
+        chosen = torch.device("cuda", index)
+        torch.cuda.set_device(chosen)
+    return chosen

@@ -1,0 +1,7 @@
+"""Losses: pure functions that return the sum over supervised tokens; the caller divides by their count."""
+
+from __future__ import annotations
+
+from meshtune.losses.linear_cross_entropy import default_chunk_size, linear_cross_entropy
+
+__all__ = ["default_chunk_size", "linear_cross_entropy"]

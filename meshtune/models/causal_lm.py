@@ -1,0 +1,171 @@
+"""A transformers causal LM seen as two halves, trunk and head, without touching it.
+
+The head's half lets a loss run it on chosen positions, a chunk at a time, with the architecture's own logit scaling and
+soft-capping. Both halves are the model's own `forward`, called on a shallow view of the model: same class, same
+parameters, another module in one place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
+
+from meshtune.errors import ModelError
+from meshtune.models.attention import documents
+
+
+class _Captured(Exception):
+    """Carries the head's input out of the model's forward."""
+
+    def __init__(self, hidden_states: Tensor):
+        self.hidden_states = hidden_states
+
+
+class _StandIn(nn.Module):
+    """Stands where another module stands, and answers for its attributes (a head's `weight.dtype`, say)."""
+
+    def __init__(self, original: nn.Module):
+        super().__init__()
+        self.__dict__["_original"] = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_original"], name)
+
+
+class _CapturingHead(_StandIn):
+    """Ends the forward where the head would run."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        raise _Captured(hidden_states)
+
+
+class _GivenInputHead(_StandIn):
+    """Runs the real head on a given input, whatever it is called with."""
+
+    def __init__(self, original: nn.Module, hidden_states: Tensor):
+        super().__init__(original)
+        self.__dict__["_hidden_states"] = hidden_states
+
+    def forward(self, _hidden_states: Tensor) -> Tensor:
+        return self.__dict__["_original"](self.__dict__["_hidden_states"])
+
+
+class _GivenTrunk(_StandIn):
+    """Returns a given output at once, also when the forward calls a part of the trunk."""
+
+    def __init__(self, original: nn.Module, output: Any):
+        super().__init__(original)
+        self.__dict__["_output"] = output
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return _GivenTrunk(value, self.__dict__["_output"]) if isinstance(value, nn.Module) else value
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        return self.__dict__["_output"]
+
+
+class CausalLM(nn.Module):
+    """Runs an objective on a transformers causal LM, whose parameters stay where and as they are.
+
+    It is the root that data parallelism wraps, so everything that an objective does with the head happens inside its
+    forward. `model` is the untouched transformers model; its names are the names of every checkpoint.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+        head = model.get_output_embeddings()
+        path = next((name for name, module in model.named_modules() if module is head), None)
+        if head is None or path is None:
+            raise ModelError(f"{type(model).__name__} has no output embedding, so it is not a causal language model")
+        self._head_path = path
+        self._trunk_path = _trunk_path(model, path)
+
+    def forward(self, objective: Callable[[CausalLM, Any], Any], batch: Any) -> Any:
+        return objective(self, batch)
+
+    def documents(self, batch: Any) -> AbstractContextManager[None]:
+        """Open around forward and backward of a packed batch; does nothing for a padded one."""
+        lengths = batch.document_lengths
+        return documents(None if lengths is None else [int(n) for n in lengths])
+
+    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """The head's input at every position: [B, T] token ids and positions to [B, T, hidden]."""
+        head = self.model.get_submodule(self._head_path)
+        view = _with_modules(self.model, {self._head_path: _CapturingHead(head)})
+        try:
+            type(self.model).forward(
+                view, input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
+            )
+        except _Captured as captured:
+            return captured.hidden_states
+        raise ModelError(f"{type(self.model).__name__} did not call its output embedding in its forward")
+
+    def head(self, hidden_states: Tensor) -> Tensor:
+        """Final logits [n, vocab] of head inputs [n, hidden], scaled and capped as the architecture does."""
+        hidden_states = hidden_states.unsqueeze(0)
+        output = _trunk_output(hidden_states)
+        modules = {
+            self._trunk_path: _GivenTrunk(self.model.get_submodule(self._trunk_path), output),
+            self._head_path: _GivenInputHead(self.model.get_submodule(self._head_path), hidden_states),
+        }
+        view = _with_modules(self.model, modules)
+        ids = torch.zeros(hidden_states.shape[:2], dtype=torch.long, device=hidden_states.device)
+        return type(self.model).forward(view, input_ids=ids, use_cache=False, return_dict=True).logits.squeeze(0)
+
+    @property
+    def head_parameters(self) -> list[nn.Parameter]:
+        """Parameters that `head` reads: the output embedding's weight and bias, where there are."""
+        return list(self.model.get_submodule(self._head_path).parameters())
+
+
+def _trunk_path(model: PreTrainedModel, head_path: str) -> str:
+    """Qualified name of the head's sibling that turns token ids into hidden states."""
+    parent = head_path.rpartition(".")[0]
+    embedding = model.get_input_embeddings()
+    for name, child in model.get_submodule(parent).named_children():
+        path = f"{parent}.{name}" if parent else name
+        if path != head_path and any(module is embedding for module in child.modules()):
+            return path
+    raise ModelError(f"{type(model).__name__} does not keep its trunk and its head in separate modules")
+
+
+def _trunk_output(hidden_states: Tensor) -> BaseModelOutputWithPast:
+    class Output(MoeModelOutputWithPast):
+        """What a trunk may return beyond hidden states is absent, whatever it is called."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return None
+
+    return Output(last_hidden_state=hidden_states)
+
+
+def _with_modules(model: nn.Module, replacements: dict[str, nn.Module]) -> nn.Module:
+    """A shallow copy of `model` with other modules at the given paths; the model itself is not changed."""
+    view = _shallow(model)
+    for path, module in replacements.items():
+        *parents, name = path.split(".")
+        parent = view
+        for part in parents:
+            child = _shallow(parent._modules[part])
+            parent._modules[part] = child
+            parent = child
+        parent._modules[name] = module
+    return view
+
+
+def _shallow(module: nn.Module | None) -> nn.Module:
+    assert module is not None
+    view = copy.copy(module)
+    view.__dict__["_modules"] = dict(module._modules)
+    return view

@@ -1,0 +1,1 @@
+"""One file for each architecture whose plan or behaviour its config does not declare. None is needed yet."""

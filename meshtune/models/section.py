@@ -1,0 +1,47 @@
+"""`model:`, which model to train and in what form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from pydantic import Field
+
+from meshtune.config import Section
+
+
+class ModelSection(Section):
+    """A causal language model of transformers, by hub id or folder."""
+
+    name: str = Field(
+        description="Hub id, or a folder with config.json, tokenizer and safetensors, or a `.gguf` file in a folder."
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
+    tokenizer: str | None = Field(None, description="Hub id or folder of the tokenizer, where it is not beside the model.")
+    weights: Literal["pretrained", "random"] = Field(
+        "pretrained",
+        description="`pretrained` loads the checkpoint; `random` initialises from the config alone, "
+        "equal for every layout for one seed.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="`auto`: float32 master weights, exported in the checkpoint's own dtype. A named dtype is what the weights "
+        "are held, trained and exported in; below float32 small updates are lost to rounding, and a warning says so.",
+    )
+    attention: Literal[
+        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
+    ] = Field("auto", description="Attention implementation. What `auto` chose is printed and stored.")
+    trust_remote_code: bool = Field(False, description="Run the Python code that a hub repository ships with its model.")
+    allow_unexpected: list[str] = Field(
+        default_factory=list,
+        description="Regular expressions of checkpoint tensors that the model does not use and that may be left out. "
+        "Any other unexpected tensor is an error.",
+    )
+
+    def problems(self) -> Iterable[tuple[str, str]]:
+        if self.weights == "random" and self.allow_unexpected:
+            yield "allow_unexpected", "has no effect with `weights: random`, which reads no checkpoint"
+        if self.weights == "random" and self.name.endswith(".gguf"):
+            yield "name", "a GGUF file carries weights; `weights: random` needs a folder or hub id with a config.json"
+        if self.dtype == "float16":
+            yield "dtype", "float16 overflows in training without loss scaling; use `auto`, `float32` or `bfloat16`"

@@ -1,0 +1,241 @@
+"""Everything that can be known of a model before any weight is read: its config, class, files and tokenizer."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.auto_factory import _get_model_class
+
+from meshtune.errors import ModelError
+from meshtune.models.section import ModelSection
+
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model as its recipe names it, resolved but not loaded."""
+
+    section: ModelSection
+    location: str
+    config: PreTrainedConfig
+    model_class: type
+    files: list[str] = field(default_factory=list)
+    gguf_file: str | None = None
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def name(self) -> str:
+        return self.section.name
+
+    @property
+    def export_dtype(self) -> torch.dtype:
+        """The checkpoint's own dtype, unless the recipe names one."""
+        return self.dtype if self.section.dtype == "auto" else getattr(torch, self.section.dtype)
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """The dtype in which weights are held and updated."""
+        return torch.float32 if self.section.dtype == "auto" else getattr(torch, self.section.dtype)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence that the config declares, or None."""
+        text_config = self.config.get_text_config(decoder=True)
+        return getattr(text_config, "max_position_embeddings", None) or getattr(text_config, "n_positions", None)
+
+    def facts(self) -> dict[str, Any]:
+        """What a layout needs to know to say whether it fits."""
+        text_config = self.config.get_text_config(decoder=True)
+        return {
+            "model_type": self.config.model_type,
+            "num_hidden_layers": getattr(text_config, "num_hidden_layers", None),
+            "router_aux_loss": bool(getattr(text_config, "output_router_logits", False)),
+        }
+
+
+def resolve(section: ModelSection) -> Source:
+    """Find config, class and weight files of `section`, and check each file's length against its own header.
+
+    Raises ModelError: no such model, not a causal language model, a missing, truncated or unreadable file.
+    """
+    location, gguf_file = _locate(section)
+    config = _config(section, location, gguf_file)
+    _refuse_quantized(section, config)
+    model_class = _model_class(section, location, config)
+    files = [] if section.weights == "random" else weight_files(section, location, config, model_class, gguf_file)
+    dtype = _checkpoint_dtype(files, gguf_file) or getattr(config, "dtype", None) or torch.float32
+    return Source(section, location, config, model_class, files, gguf_file, dtype)
+
+
+def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
+    """The model's own tokenizer. Raises ModelError if there is none."""
+    location, gguf_file = _locate(section)
+    extra = {"gguf_file": gguf_file} if gguf_file and not section.tokenizer else {}
+    name = section.tokenizer or location
+    try:
+        return AutoTokenizer.from_pretrained(
+            name,
+            revision=section.revision if not section.tokenizer else None,
+            trust_remote_code=section.trust_remote_code,
+            **extra,
+        )
+    except Exception as error:
+        raise ModelError(f"model.tokenizer: no tokenizer could be loaded from {name}: {_first_line(error)}") from error
+
+
+def _locate(section: ModelSection) -> tuple[str, str | None]:
+    """A folder or hub id, and the GGUF file inside it if the name is one."""
+    path = Path(section.name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"model.name: there is no GGUF file {path}")
+        return str(path.parent), path.name
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                f"model.name: folder {path} has no config.json; a Hugging Face model folder holds config.json, a tokenizer "
+                "and *.safetensors"
+            )
+        return str(path), None
+    looks_like_a_path = section.name.startswith((".", "/", "~")) or section.name.count("/") != 1 or path.is_file()
+    if looks_like_a_path and ("/" in section.name or "\\" in section.name or path.is_file()):
+        raise ModelError(f"model.name: there is no folder {section.name}; give a Hugging Face model folder or a hub id")
+    return section.name, None
+
+
+def _config(section: ModelSection, location: str, gguf_file: str | None) -> PreTrainedConfig:
+    extra = {"gguf_file": gguf_file} if gguf_file else {}
+    try:
+        return AutoConfig.from_pretrained(
+            location, revision=section.revision, trust_remote_code=section.trust_remote_code, **extra
+        )
+    except Exception as error:
+        raise ModelError(f"model.name: no config could be read for {section.name}: {_first_line(error)}") from error
+
+
+def _refuse_quantized(section: ModelSection, config: PreTrainedConfig) -> None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization and not section.name.endswith(".gguf"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        raise ModelError(
+            f"model.name: {section.name} is quantised ({method}); training every weight needs the unquantised checkpoint"
+        )
+
+
+def _model_class(section: ModelSection, location: str, config: PreTrainedConfig) -> type:
+    remote = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
+    if remote and section.trust_remote_code:
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        return get_class_from_dynamic_module(remote, location, revision=section.revision)
+    try:
+        return _get_model_class(config, AutoModelForCausalLM._model_mapping)
+    except Exception as error:
+        raise ModelError(
+            f"model.name: {section.name} has model_type {config.model_type!r}, for which transformers has no causal language model"
+        ) from error
+
+
+def weight_files(
+    section: ModelSection, location: str, config: PreTrainedConfig, model_class: type, gguf_file: str | None
+) -> list[str]:
+    """Paths of every weight file, downloaded if `location` is a hub id, each checked."""
+    from transformers.modeling_utils import _get_resolved_checkpoint_files
+
+    if Path(location).is_dir():
+        _check_index(Path(location))
+    try:
+        files, _ = _get_resolved_checkpoint_files(
+            pretrained_model_name_or_path=location,
+            variant=None,
+            gguf_file=gguf_file,
+            use_safetensors=None if gguf_file else True,
+            user_agent=None,
+            is_remote_code=section.trust_remote_code,
+            transformers_explicit_filename=getattr(config, "transformers_weights", None),
+            download_kwargs={"revision": section.revision},
+        )
+    except Exception as error:
+        raise ModelError(
+            f"model.name: no safetensors weights could be found for {section.name}: {_first_line(error)}; "
+            "to start from random weights write `weights: random`"
+        ) from error
+    for file in files or []:
+        if file.endswith(".safetensors"):
+            safetensors_header(Path(file))
+    return list(files or [])
+
+
+def _check_index(folder: Path) -> None:
+    index = folder / _INDEX
+    if not index.is_file():
+        return
+    try:
+        wanted = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ModelError(f"model.name: {index} is not a safetensors index: {error}") from error
+    absent = [name for name in wanted if not (folder / name).is_file()]
+    if absent:
+        raise ModelError(f"model.name: {index} names {len(wanted)} files, of which these are missing: {', '.join(absent)}")
+
+
+def safetensors_header(file: Path) -> dict[str, Any]:
+    """Tensor name to its dtype, shape and offsets. Raises ModelError if the file is shorter or longer than it says."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > size:
+                raise ValueError(f"its header should be {length:,} bytes long, but the file has {size:,}")
+            header = json.loads(stream.read(length))
+    except (struct.error, ValueError) as error:
+        raise ModelError(f"model.name: {file} is truncated or not a safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if end != size:
+        raise ModelError(
+            f"model.name: {file} is truncated or damaged: its header describes {end:,} bytes, but the file has {size:,}; "
+            "fetch it again"
+        )
+    return header
+
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def tensor_dtypes(source: Source) -> dict[str, torch.dtype]:
+    """Every floating tensor of the checkpoint's safetensors files, and its dtype there."""
+    found = {}
+    for file in source.files:
+        if file.endswith(".safetensors"):
+            for name, entry in safetensors_header(Path(file)).items():
+                if entry["dtype"] in _DTYPES:
+                    found[name] = _DTYPES[entry["dtype"]]
+    return found
+
+
+def _checkpoint_dtype(files: list[str], gguf_file: str | None) -> torch.dtype | None:
+    """The floating dtype that most of the checkpoint's elements have."""
+    if gguf_file or not files:
+        return None
+    elements: dict[torch.dtype, int] = {}
+    for file in files:
+        if not file.endswith(".safetensors"):
+            continue
+        for entry in safetensors_header(Path(file)).values():
+            if entry["dtype"] in _DTYPES:
+                begin, end = entry["data_offsets"]
+                elements[_DTYPES[entry["dtype"]]] = elements.get(_DTYPES[entry["dtype"]], 0) + end - begin
+    return max(elements, key=elements.__getitem__) if elements else None
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

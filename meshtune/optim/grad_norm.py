@@ -1,0 +1,101 @@
+"""The global gradient norm over plain tensors and DTensors on any mixture of meshes, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshtune.errors import TrainingError
+
+__all__ = ["clip_grad_norm_", "grad_norm"]
+
+ShardedOver = tuple[DeviceMesh | None, tuple[int, ...]]
+
+
+def grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The L2 norm of all gradients together, the same on every rank.
+
+    A sharded gradient counts with its local part, summed over exactly the mesh dimensions in which its
+    parameter is sharded; what is replicated counts once. A plain tensor counts as it is, so it must already
+    be the same on all ranks, as DDP leaves it. Every rank must give the same parameters in the same order: a
+    parameter without a gradient counts 0, and its rank still takes part in the sum.
+
+    Returns:
+        0-d float32 on the parameters' device; inf or NaN in a gradient shows in it.
+
+    Raises:
+        TrainingError: there are no parameters, or one, or its gradient, has placements whose norm is not a
+            sum over shards (`Partial`), or the two differ.
+    """
+    groups: dict[ShardedOver, list[Tensor]] = {}
+    device: torch.device | None = None
+    for parameter in parameters:
+        device = device or parameter.device
+        gradients = groups.setdefault(_sharded_over(parameter), [])
+        if parameter.grad is not None:
+            gradients.append(_local_gradient(parameter))
+    if device is None:
+        raise TrainingError("the gradient norm needs at least one parameter")
+    squares = [_sum_of_squares(gradients, key, device) for key, gradients in groups.items()]
+    return torch.stack(squares).sum().sqrt()
+
+
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float | None, norm: Tensor) -> None:
+    """Scale every gradient in place by `min(1, max_norm / (norm + 1e-6))`, torch's own rule.
+
+    Args:
+        parameters: those that `norm` was taken over.
+        max_norm: None leaves the gradients as they are; 0 makes them zero.
+        norm: 0-d, from `grad_norm`; it must be finite (check it first: inf would turn the gradients into
+            NaN).
+    """
+    if max_norm is None:
+        return
+    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
+def _sharded_over(parameter: Tensor) -> ShardedOver:
+    """The mesh of a parameter and those of its dimensions that hold parts; (None, ()) for a plain tensor."""
+    if not isinstance(parameter, DTensor):
+        return None, ()
+    if any(placement.is_partial() for placement in parameter.placements):
+        raise TrainingError(f"no gradient norm for a parameter with placements {parameter.placements}")
+    dims = tuple(d for d, placement in enumerate(parameter.placements) if not placement.is_replicate())
+    return parameter.device_mesh, dims
+
+
+def _local_gradient(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    placements = parameter.placements if isinstance(parameter, DTensor) else None
+    found = gradient.placements if isinstance(gradient, DTensor) else None
+    if placements != found:
+        raise TrainingError(
+            f"a gradient has placements {found}, its parameter of shape {[*parameter.shape]} {placements}; "
+            "reduce or redistribute it before the norm"
+        )
+    return _local(gradient)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sum_of_squares(gradients: list[Tensor], sharded_over: ShardedOver, device: torch.device) -> Tensor:
+    """0-d float32: over the local parts, then over the ranks that hold the other parts."""
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    if gradients:
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        total += torch.stack(norms).square().sum()
+    mesh, dims = sharded_over
+    if mesh is not None:
+        for dim in dims:
+            dist.all_reduce(total, group=mesh.get_group(dim))
+    return total

@@ -1,0 +1,181 @@
+"""Join the rooms: a model in its shards, an optimizer, a loader, a loop. Top to bottom, in the order of the data flow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from meshtune.checkpoint import checkpoint
+from meshtune.checkpoint.folder import Complete
+from meshtune.data.loader import Loader, validation_batches
+from meshtune.data.order import GlobalOrder
+from meshtune.layout import Plan, Rule
+from meshtune.models import hf
+from meshtune.models.causal_lm import CausalLM
+from meshtune.models.initialize import fill, initialize
+from meshtune.observe import mean_document_length, training_flops_per_token
+from meshtune.parallel import Parallel, Settings, replicate, shard
+from meshtune.recipes.objectives import next_token
+from meshtune.training.loop import Fit
+from meshtune.training.reporting import Reporter
+from meshtune.training.signals import SignalStop
+from meshtune.training.state import TrainState
+from meshtune.training.step import TrainStep, validate
+
+if TYPE_CHECKING:
+    from meshtune.recipes.run import Setup
+
+
+def build_model(
+    setup: Setup, weights: Mapping[str, torch.Tensor] | None, skip_values: bool
+) -> tuple[CausalLM, Parallel]:
+    """Meta model, plan, shards, weights. With `skip_values` parameters are left for a checkpoint to fill."""
+    source, device = setup.plan.source, setup.world.device
+    training = setup.recipe.training
+    dtype = torch.bfloat16 if setup.precision == "bf16" else torch.float32
+    settings = Settings(dtype, training.activation_checkpointing, training.compile)
+    model = hf.build(source, setup.attention.implementation)
+    root = CausalLM(model)
+    plan = Plan(tuple(Rule(name) for name in hf.unit_names(model)))
+    shard(root, model, setup.layout, plan, settings)
+    if skip_values:
+        initialize(model, None, device)
+    elif weights is not None:
+        initialize(model, None, device)
+        fill(model, weights)
+    elif source.section.weights == "random":
+        initialize(model, setup.recipe.seed, device)
+    else:
+        setup.world.all_together(lambda: hf.load(model, source, device))
+    return root, replicate(root, setup.layout, settings)
+
+
+def assemble(
+    setup: Setup, parallel: Parallel, stop: SignalStop, resume: Complete | None
+) -> tuple[Fit, TrainState, Reporter]:
+    """Optimizer, order, checkpoints and the reporter, and the state that a checkpoint left."""
+    recipe, layout, device = setup.recipe, setup.layout, setup.world.device
+    model = setup.model.model
+    optimizer = recipe.optimizer.build(model.named_modules(), recipe.training.learning_rate)
+    order, loader = _order(setup, setup.train_data)
+    total_steps = recipe.training.total_steps(order.batches_per_epoch)
+    factor = recipe.lr_scheduler.build(total_steps)
+    keeper = checkpoint.Checkpointer(setup.run, model, optimizer, recipe.checkpoint.keep)
+    setup.world.from_first(lambda: checkpoint.check_space(setup.run, checkpoint.bytes_needed(model, optimizer)))
+    state = TrainState()
+    if resume is not None:
+        state = TrainState.from_dict(keeper.load(resume.path)["state"])
+        loader.load_state_dict(state.loader)
+    step = TrainStep(
+        parallel, setup.model, next_token, optimizer, layout, device, recipe.training.max_grad_norm, recipe.seed, stop
+    )
+    parts = Fit(
+        step=step,
+        loader=loader,
+        learning_rate=lambda k: recipe.training.learning_rate * factor(k),
+        total_steps=total_steps,
+        save=_saver(setup, keeper, total_steps),
+        save_every=recipe.checkpoint.every_steps,
+        validate=_validator(setup, parallel),
+        validate_every=recipe.training.eval_every_steps,
+    )
+    return parts, state, _reporter(setup)
+
+
+def _order(setup: Setup, data: Any) -> tuple[GlobalOrder, Loader]:
+    recipe, section = setup.recipe, setup.recipe.data
+    order = GlobalOrder(
+        data,
+        setup.plan.sizes.global_batch_size,
+        shuffle=section.shuffle,
+        seed=recipe.seed,
+        packing=section.packing,
+        max_seq_length=setup.plan.max_seq_length,
+        drop_last=section.drop_last,
+    )
+    return order, Loader(order, **_share(setup))
+
+
+def _share(setup: Setup) -> dict[str, int]:
+    return {
+        "rank": setup.layout.rank("batch"),
+        "world_size": setup.layout.size("batch"),
+        "per_device_batch_size": setup.plan.sizes.per_device_batch_size,
+        "pad_token_id": setup.plan.pad_token_id,
+    }
+
+
+def _saver(setup: Setup, keeper: checkpoint.Checkpointer, total_steps: int) -> Any:
+    def save(state: TrainState) -> str:
+        facts = {
+            "state": state.as_dict(),
+            "data": setup.train_data.fingerprint,
+            "layout": setup.layout.describe(),
+            "total_steps": total_steps,
+        }
+        path = keeper.save(state.step, facts)
+        if setup.recipe.checkpoint.export == "all":
+            setup.export(path / "export")
+        return str(path)
+
+    return save
+
+
+def _validator(setup: Setup, parallel: Parallel) -> Any:
+    data = setup.validation_data
+    if data is None:
+        return None
+    order = GlobalOrder(
+        data,
+        setup.plan.sizes.global_batch_size,
+        shuffle=False,
+        packing=setup.recipe.data.packing,
+        max_seq_length=setup.plan.max_seq_length,
+    )
+
+    def run() -> dict[str, float | int]:
+        batches = validation_batches(order, **_share(setup))
+        return validate(parallel, setup.model, next_token, batches, setup.layout, setup.world.device)
+
+    return run
+
+
+def _reporter(setup: Setup) -> Reporter:
+    return Reporter(
+        setup.recipe.logging,
+        setup.run,
+        setup.world.rank,
+        setup.world.size,
+        setup.world.device,
+        _flops_per_token(setup),
+        setup.peak_flops,
+    )
+
+
+def _flops_per_token(setup: Setup) -> float:
+    """Of a dense model. A mixture of experts is counted by its active share of expert parameters."""
+    model, data = setup.model.model, setup.train_data
+    config = model.config.get_text_config(decoder=True)
+    head = model.get_output_embeddings()
+    head_size = sum(p.numel() for p in head.parameters())
+    embedding = {id(p) for p in (*model.get_input_embeddings().parameters(), *head.parameters())}
+    active = _active_share(config)
+    body = sum(
+        p.numel() * (active if ".experts." in name else 1.0)
+        for name, p in model.named_parameters()
+        if id(p) not in embedding
+    )
+    heads = getattr(config, "num_attention_heads", 0)
+    size = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
+    supervised = int(data.supervised_counts.sum()) / max(int(data.lengths.sum()), 1)
+    layers = getattr(config, "num_hidden_layers", 0)
+    length = mean_document_length(int(n) for n in data.lengths)
+    return training_flops_per_token(int(body), layers, size, length, head_size, supervised)
+
+
+def _active_share(config: Any) -> float:
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((n for name in names if isinstance(n := getattr(config, name, None), int) and n), 1)
+    return min(1.0, (getattr(config, "num_experts_per_tok", None) or experts) / experts)

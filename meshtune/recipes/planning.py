@@ -1,0 +1,71 @@
+"""What can be known of a run before any weight is read: `meshtune check` prints it, training starts from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshtune.config import recipe_hash
+from meshtune.errors import LayoutError, RecipeError
+from meshtune.layout import Layout
+from meshtune.recipes.recipe import Recipe
+from meshtune.training.section import BatchSizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from meshtune.models.source import Source
+
+_DEFAULT_SEQUENCE = 2048
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe resolved against a world size, its model's config and its tokenizer."""
+
+    recipe: Recipe
+    layout: Layout
+    sizes: BatchSizes
+    source: Source
+    tokenizer: PreTrainedTokenizerBase
+    max_seq_length: int
+
+    @property
+    def pad_token_id(self) -> int:
+        """Fills padding, which is known by length and never by this id."""
+        return next((i for i in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id) if i is not None), 0)
+
+
+def plan(recipe: Recipe, world_size: int, device_type: str = "cpu") -> Plan:
+    """Resolve `recipe`. Raises a MeshtuneError naming what does not fit; no weight is read."""
+    from meshtune.models.source import load_tokenizer, resolve
+
+    layout = Layout.resolve(recipe.distributed, world_size, device_type)
+    sizes = recipe.training.batch_sizes(layout.size("batch"))
+    source = resolve(recipe.model)
+    misfits = list(layout.problems(source.facts()))
+    if misfits:
+        raise LayoutError("\n".join(misfits))
+    length = _max_seq_length(recipe, source.max_positions)
+    return Plan(with_defaults(recipe), layout, sizes, source, load_tokenizer(recipe.model), length)
+
+
+def _max_seq_length(recipe: Recipe, positions: int | None) -> int:
+    wanted = recipe.data.max_seq_length
+    if wanted is None:
+        return min(positions or _DEFAULT_SEQUENCE, _DEFAULT_SEQUENCE)
+    if positions is not None and wanted > positions:
+        raise RecipeError(
+            f"data.max_seq_length: {wanted} is longer than the {positions} positions of {recipe.model.name}; "
+            f"write {positions} or less"
+        )
+    return wanted
+
+
+def with_defaults(recipe: Recipe) -> Recipe:
+    """The recipe with its run folder named: derived from the recipe, so that two recipes never share one by default."""
+    if recipe.checkpoint.dir is not None:
+        return recipe
+    model = recipe.model.name.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1]
+    folder = f"runs/{model}-{recipe.recipe}-{recipe_hash(recipe)[:8]}"
+    return recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"dir": folder})})

@@ -1,0 +1,48 @@
+"""Recipe: the sections of every room, joined. It is what a YAML file becomes, whole and frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from pydantic import Field
+
+from meshtune.checkpoint import CheckpointSection
+from meshtune.config import Section
+from meshtune.data.section import DataSection
+from meshtune.layout.section import DistributedSection
+from meshtune.models.section import ModelSection
+from meshtune.observe.section import LoggingSection
+from meshtune.optim.schedule import LRSchedulerSection
+from meshtune.optim.section import OptimizerSection
+from meshtune.training.section import TrainingSection
+
+
+class Recipe(Section):
+    """One training run, as data."""
+
+    recipe: Literal["sft", "pretrain"] = Field(
+        "sft",
+        description="What is learnt: `sft` the assistant's part of conversations (or all of plain text), `pretrain` all of "
+        "plain text.",
+    )
+    seed: int = Field(42, ge=0, description="Decides row order, dropout and random initial weights.")
+    model: ModelSection = Field(description="Which model, and in what form.")
+    distributed: DistributedSection = Field(default_factory=DistributedSection, description="The mesh.")
+    data: DataSection = Field(description="What the model learns from.")
+    training: TrainingSection = Field(description="How long, with what batches, at what precision.")
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="The optimizer.")
+    lr_scheduler: LRSchedulerSection = Field(default_factory=LRSchedulerSection, description="The learning rate's course.")
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection, description="What is kept, and where.")
+    logging: LoggingSection = Field(default_factory=LoggingSection, description="What is recorded and shown.")
+
+    def problems(self) -> Iterable[tuple[str, str]]:
+        if self.training.eval_every_steps is not None and self.data.validation_path is None:
+            yield "training.eval_every_steps", "has no effect without data.validation_path"
+        if self.model.dtype in ("bfloat16", "float16") and self.training.precision == "fp32":
+            yield (
+                "training.precision",
+                f"fp32 cannot be computed with weights held in {self.model.dtype}; use `model.dtype: auto` or float32",
+            )
+        if self.recipe == "pretrain" and self.data.format == "messages":
+            yield "data.format", "`messages` belongs to `recipe: sft`; pretraining reads `text`"

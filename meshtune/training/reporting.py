@@ -1,0 +1,91 @@
+"""The hook that writes what happens: metrics.jsonl, TensorBoard, the display, and at the end the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from meshtune.observe import LoggingSection, Recorder, loss_png, model_flops_utilization, peak_memory_bytes, write_report
+from meshtune.training.hooks import Hook
+from meshtune.training.state import TrainState
+from meshtune.training.step import StepResult
+
+
+class Reporter(Hook):
+    """Runs on every rank and writes on rank 0. `flops_per_token` and `peak_flops` (of one device) give the MFU."""
+
+    def __init__(
+        self,
+        section: LoggingSection,
+        run: Path,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        flops_per_token: float,
+        peak_flops: float | None,
+    ):
+        self.section, self.run, self.rank, self.device = section, run, rank, device
+        self.world_size, self.flops_per_token, self.peak_flops = world_size, flops_per_token, peak_flops
+        self.recorder = Recorder()
+        self.progress = section.build_progress(rank)
+        self.sinks: list = []
+
+    def say(self, text: str) -> None:
+        """A line for people, on rank 0."""
+        self.progress.message(text)
+
+    def on_start(self, state: TrainState, total_steps: int) -> None:
+        if self.rank == 0:
+            self.sinks = self.section.build_sinks(self.run, state.step)
+        self.progress.start(total_steps, state.step)
+
+    def on_step(self, state: TrainState, result: StepResult, learning_rate: float, epoch: float) -> None:
+        self.recorder.record("loss_sum", result.loss_sum, "sum")
+        self.recorder.record("grad_norm", result.grad_norm, "last")
+        self.recorder.record("tokens", result.tokens, "sum")
+        self.recorder.record("supervised_tokens", result.supervised_tokens, "sum")
+        self.recorder.record("seconds", result.seconds, "sum")
+        self.recorder.record("steps", 1, "sum")
+        if state.step % self.section.every_steps == 0:
+            self._log(state, learning_rate, epoch)
+
+    def _log(self, state: TrainState, learning_rate: float, epoch: float) -> None:
+        """The loss of an interval is over all its supervised tokens; tokens are those of the interval."""
+        values = self.recorder.flush()
+        rate = values["tokens"] / values["seconds"]
+        metrics = {
+            "step": state.step,
+            "epoch": epoch,
+            "loss": values["loss_sum"] / values["supervised_tokens"],
+            "grad_norm": values["grad_norm"],
+            "learning_rate": learning_rate,
+            "tokens": values["tokens"],
+            "supervised_tokens": values["supervised_tokens"],
+            "tokens_per_second": rate,
+            "mfu": model_flops_utilization(self.flops_per_token, rate, self.peak_flops, self.world_size),
+            "peak_memory_bytes": peak_memory_bytes(self.device),
+            "step_time_s": values["seconds"] / values["steps"],
+        }
+        self._write(state.step, metrics)
+        self.progress.update(state.step, metrics)
+
+    def on_validation(self, state: TrainState, metrics: dict[str, float | int], epoch: float) -> None:
+        metrics = {"step": state.step, "epoch": epoch, **metrics}
+        self._write(state.step, metrics)
+        self.progress.validation(state.step, metrics)
+
+    def on_checkpoint(self, state: TrainState, path: str) -> None:
+        self.progress.message(f"saved {path}")
+
+    def on_end(self, state: TrainState) -> None:
+        self.progress.close()
+        for sink in self.sinks:
+            sink.close()
+        if self.rank == 0:
+            loss_png(self.run / "metrics.jsonl", self.run / "loss.png")
+            write_report(self.run)
+
+    def _write(self, step: int, metrics: dict) -> None:
+        for sink in self.sinks:
+            sink.write(step, metrics)

@@ -1,0 +1,99 @@
+"""`training:`, how long and with what batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from meshtune.config import Section
+from meshtune.errors import RecipeError
+
+_LARGEST_DERIVED_BATCH = 8
+
+
+class TrainingSection(Section):
+    """Length of the run, batch sizes, learning rate, precision."""
+
+    epochs: float | None = Field(None, gt=0, description="Passes over the training rows. 1 if `max_steps` is absent too.")
+    max_steps: int | None = Field(
+        None, gt=0, description="Optimizer steps. With `epochs`, training ends at whichever comes first."
+    )
+    global_batch_size: int | None = Field(
+        None, gt=0, description="Rows (or packs) in one optimizer step, over all ranks and micro-batches."
+    )
+    per_device_batch_size: int | None = Field(
+        None, gt=0, description="Rows (or packs) in one micro-batch of one rank. Changes speed and memory, never the numbers."
+    )
+    learning_rate: float = Field(ge=0, description="Peak learning rate.")
+    max_grad_norm: float | None = Field(
+        1.0, gt=0, description="Gradients are scaled down to this global L2 norm. null: no clipping."
+    )
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto",
+        description="Compute precision; master weights, optimizer state and reductions follow `model.dtype`. "
+        "`auto` measures once whether the device is quicker in bf16, and prints the choice.",
+    )
+    activation_checkpointing: Literal["none", "full", "selective"] = Field(
+        "none",
+        description="`full` keeps each block's input only; `selective` also the outputs of matrix products and attention.",
+    )
+    compile: bool = Field(False, description="torch.compile each block; refused where the compiler does not run.")
+    eval_every_steps: int | None = Field(
+        None,
+        gt=0,
+        description="Validate every so many steps, beside once before the first step and once after the last.",
+    )
+
+    def problems(self) -> Iterable[tuple[str, str]]:
+        small, large = self.per_device_batch_size, self.global_batch_size
+        if small is not None and large is not None and large % small:
+            yield (
+                "global_batch_size",
+                f"{large} is not a multiple of per_device_batch_size {small}; "
+                f"write {max(large // small, 1) * small} or {(large // small + 1) * small}",
+            )
+
+    def batch_sizes(self, ranks: int) -> BatchSizes:
+        """Both sizes for `ranks` data-parallel ranks. Raises RecipeError if they contradict each other."""
+        small, large = self.per_device_batch_size, self.global_batch_size
+        if large is None:
+            small = small or 1
+            return BatchSizes(small * ranks, small, 1)
+        unit = (small or 1) * ranks
+        if large % unit:
+            each = f"per_device_batch_size {small} x {ranks} data-parallel ranks" if small else f"{ranks} data-parallel ranks"
+            below = large // unit * unit
+            nearest = f"{below} or {below + unit}" if below else str(unit)
+            raise RecipeError(
+                f"training.global_batch_size: {large} cannot be shared out over {each}; write {nearest}, or change the ranks"
+            )
+        share = large // ranks
+        small = small or max(n for n in range(1, min(share, _LARGEST_DERIVED_BATCH) + 1) if share % n == 0)
+        return BatchSizes(large, small, share // small)
+
+    def total_steps(self, batches_per_epoch: int) -> int:
+        """Optimizer steps of the whole run."""
+        limits = [] if self.max_steps is None else [self.max_steps]
+        if self.epochs is not None or not limits:
+            limits.append(max(1, math.ceil((self.epochs or 1.0) * batches_per_epoch - 1e-9)))
+        return min(limits)
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """global_batch_size = per_device x data-parallel ranks x accumulation."""
+
+    global_batch_size: int
+    per_device_batch_size: int
+    accumulation: int
+
+    def summary(self) -> str:
+        return (
+            f"global batch {self.global_batch_size} = {self.per_device_batch_size} per device "
+            f"x {self.global_batch_size // self.per_device_batch_size // self.accumulation} ranks "
+            f"x {self.accumulation} accumulation"
+        )

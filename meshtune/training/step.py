@@ -1,0 +1,152 @@
+"""One optimizer step, and one validation pass: the same numbers however the batch is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshtune.data.batch import Batch
+from meshtune.errors import TrainingError
+from meshtune.layout import Layout
+from meshtune.models.causal_lm import CausalLM
+from meshtune.optim import clip_grad_norm_, grad_norm
+from meshtune.parallel import Parallel
+
+Objective = Callable[[CausalLM, Batch], tuple[Tensor, Tensor, dict[str, Tensor]]]
+"""From model and batch to (loss_sum, count, metrics), all over this batch only; what a recipe hands to `fit`."""
+
+
+class Stop(Protocol):
+    """Asked for by a signal; agreed on by every rank with the token count of the next step."""
+
+    def requested(self) -> tuple[int, int]:
+        """(SIGINTs, SIGTERMs) that this rank has received."""
+
+
+@dataclass
+class StepResult:
+    """Global figures of one optimizer step; `tensors are 0-d, on the device. `seconds` includes reading the batch."""
+
+    loss: Tensor
+    loss_sum: Tensor
+    grad_norm: Tensor
+    tokens: int
+    supervised_tokens: int
+    interrupts: int = 0
+    terminations: int = 0
+    seconds: float = 0.0
+
+
+class TrainStep:
+    """Forward, backward, norm, clip, update over the micro-batches of one global batch."""
+
+    def __init__(
+        self,
+        parallel: Parallel,
+        model: CausalLM,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        layout: Layout,
+        device: torch.device,
+        max_grad_norm: float | None,
+        seed: int,
+        stop: Stop | None = None,
+    ):
+        self.parallel, self.model, self.objective, self.optimizer = parallel, model, objective, optimizer
+        self.layout, self.device, self.max_grad_norm, self.seed, self.stop = layout, device, max_grad_norm, seed, stop
+
+    def __call__(self, batches: Sequence[Batch], step: int, learning_rate: float) -> StepResult:
+        """Train on this rank's `batches` of 0-based optimizer step `step`. Raises TrainingError before the update if loss or
+        gradient norm is not finite."""
+        seed_ranks(self.seed, step, self.layout.rank("batch"))
+        supervised, tokens, interrupts, terminations = self._totals(batches)
+        if supervised == 0:
+            raise TrainingError(f"step {step + 1}: no token of the global batch is supervised, so there is no loss to train on")
+        loss_sum = self._backward(batches, self.parallel.gradient_divisor / supervised)
+        dist.all_reduce(loss_sum, group=self.layout.group("loss"))
+        norm = grad_norm(self._parameters())
+        result = StepResult(loss_sum / supervised, loss_sum, norm, tokens, supervised, interrupts, terminations)
+        self._check_finite(result, step)
+        clip_grad_norm_(self._parameters(), self.max_grad_norm, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return result
+
+    def _totals(self, batches: Sequence[Batch]) -> list[int]:
+        """Supervised and real tokens of the global batch, and the signals received, in one reduction."""
+        local = [sum(b.supervised_tokens for b in batches), sum(b.tokens for b in batches)]
+        totals = torch.tensor([*local, *(self.stop.requested() if self.stop else (0, 0))], dtype=torch.int64, device=self.device)
+        dist.all_reduce(totals, group=self.layout.group("loss"))
+        return [int(n) for n in totals.tolist()]
+
+    def _backward(self, batches: Sequence[Batch], scale: float) -> Tensor:
+        total = _zero(self.device)
+        for index, batch in enumerate(batches):
+            batch = batch.to(self.device)
+            self.parallel.set_last_micro_batch(index == len(batches) - 1)
+            with self.model.documents(batch):
+                loss_sum, _, _ = self.parallel(self.objective, batch)
+                (loss_sum * scale).backward()
+            total += loss_sum.detach()
+        return total
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _check_finite(self, result: StepResult, step: int) -> None:
+        if bool(torch.isfinite(result.loss) & torch.isfinite(result.grad_norm)):
+            return
+        names = [name for name, p in self.model.model.named_parameters() if p.grad is not None and not _finite(p.grad)]
+        where = f"; first gradients that are not finite on this rank: {', '.join(names[:3])}" if names else ""
+        raise TrainingError(
+            f"step {step + 1}: loss is {float(result.loss)}, gradient norm {float(result.grad_norm)}; no weight was changed by "
+            f"this step{where}. Lower training.learning_rate, lengthen the warm-up, or look at the rows of this step"
+        )
+
+
+def _finite(gradient: Tensor) -> bool:
+    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return bool(torch.isfinite(local).all())
+
+
+def seed_ranks(seed: int, step: int, rank: int) -> None:
+    """Random numbers of a step follow from seed, step and rank alone, so a resumed run draws what it would have drawn."""
+    torch.manual_seed((seed * 1_000_003 + step) * 65_537 + rank)
+
+
+@torch.no_grad()
+def validate(
+    parallel: Parallel,
+    model: CausalLM,
+    objective: Objective,
+    batches: Iterable[list[Batch]],
+    layout: Layout,
+    device: torch.device,
+) -> dict[str, float | int]:
+    """Token-weighted loss over every row of `batches` (this rank's share of each), whatever the batch size or world."""
+    was_training = model.training
+    model.eval()
+    loss_sum, count = _zero(device), 0
+    for batch in (batch.to(device) for share in batches for batch in share):
+        with model.documents(batch):
+            loss_sum += parallel(objective, batch)[0]
+        count += batch.supervised_tokens
+    model.train(was_training)
+    counted = torch.tensor(count, dtype=torch.int64, device=device)
+    dist.all_reduce(loss_sum, group=layout.group("loss"))
+    dist.all_reduce(counted, group=layout.group("loss"))
+    if counted == 0:
+        raise TrainingError("validation: no token of the validation rows is supervised")
+    return {"validation_loss": float(loss_sum / counted), "validation_tokens": int(counted)}
+
+
+def _zero(device: torch.device) -> Tensor:
+    """A sum of losses is kept in float64 where the device has it."""
+    return torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
