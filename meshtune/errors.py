@@ -9,6 +9,9 @@ from dataclasses import dataclass
 class MeshtuneError(Exception):
     """Base of every error that a user can act on; printed without a traceback."""
 
+    shared = False
+    """Whether every rank of the run raises it, so that one of them saying it is enough."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -56,4 +59,6 @@ class CheckpointError(MeshtuneError):
 
 
 class TrainingError(MeshtuneError):
-    """Training had to stop, for example on a loss that is not finite."""
+    """Training had to stop on every rank, for example on a loss that is not finite."""
+
+    shared = True

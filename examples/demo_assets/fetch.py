@@ -34,9 +34,8 @@ class Wheel:
 
 
 def cache_folder() -> Path:
-    """`$MESHTUNE_CACHE`, else `~/.cache/meshtune/assets`: downloads are kept there for all checkouts."""
-    chosen = os.environ.get("MESHTUNE_CACHE")
-    return Path(chosen) if chosen else Path.home() / ".cache" / "meshtune" / "assets"
+    """`assets` in `$MESHTUNE_CACHE`, else in `~/.cache/meshtune`: downloads stay there for all checkouts."""
+    return Path(os.environ.get("MESHTUNE_CACHE") or Path.home() / ".cache" / "meshtune") / "assets"
 
 
 def sha256_of(path: Path) -> str:

@@ -123,10 +123,12 @@ def _raise_everywhere(reason: str | None, path: Path) -> None:
     first = next(((rank, text) for rank, text in enumerate(reasons) if text), None)
     if first is not None:
         free = shutil.disk_usage(path if path.exists() else path.parent if path.parent.exists() else Path.cwd()).free
-        raise CheckpointError(
+        error = CheckpointError(
             f"rank {first[0]} could not write the checkpoint {path} ({free:,} bytes free): {first[1]}; "
             "the checkpoints before it are complete"
         )
+        error.shared = True
+        raise error
 
 
 def _innermost(error: BaseException) -> str:

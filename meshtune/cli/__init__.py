@@ -1,0 +1,43 @@
+"""The `meshtune` command. One file a subcommand; heavy imports stay inside them, so that `--help` is quick."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from meshtune.cli.check import check
+from meshtune.cli.export import export
+from meshtune.cli.init import init
+from meshtune.cli.schema import schema
+from meshtune.cli.train import train
+
+app = typer.Typer(
+    name="meshtune",
+    help="Train and fine-tune any Hugging Face language model on any mesh, from one recipe.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (train, check, export, init, schema):
+    app.command()(command)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from meshtune import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

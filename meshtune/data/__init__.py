@@ -1,1 +1,3 @@
-"""Data: files to token rows with label masks, packed or padded, in one global order that no world size changes."""
+"""Data: files to token rows with label masks, packed or padded, in one global order that no world size
+changes.
+"""

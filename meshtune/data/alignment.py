@@ -1,7 +1,8 @@
 """Where each assistant's own text stands in a rendered conversation, for any template.
 
-The method: render the conversation once more with the assistant's message replaced by a mark that occurs nowhere else;
-what differs between the two renderings is that message's text. Nothing is assumed about headers or terminators.
+The method: render the conversation once more with the assistant's message replaced by a mark that occurs
+nowhere else; what differs between the two renderings is that message's text. Nothing is assumed about headers
+or terminators.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class Rendered:
         return attempt(self.template.render, messages, self.conversation.tools)
 
     def ending_in_mark(self, turn: int) -> str | None:
-        """Return the rendering of the messages before `turn` and a plain assistant message that says the first mark."""
+        """Return the rendering of the messages before `turn` and a plain assistant message that says the
+        first mark.
+        """
         messages = [*self.messages[:turn], with_mark(self.messages[turn], self.marks[0])]
         text = attempt(self.template.render, messages, self.conversation.tools)
         return text if text is not None and self.marks[0] in text else None
@@ -70,7 +73,9 @@ class Rendered:
 
 
 def content_spans(rendered: Rendered) -> list[Span]:
-    """Return [start, end) of each assistant's text, in order, template additions left out. Raises UnusableRow."""
+    """Return [start, end) of each assistant's text, in order, template additions left out. Raises
+    UnusableRow.
+    """
     spans = _all_at_once(rendered)
     if spans is None:
         spans = [_one(rendered, turn) for turn in rendered.turns]
@@ -83,7 +88,7 @@ def content_spans(rendered: Rendered) -> list[Span]:
 
 
 def with_mark(message: Message, mark: str) -> Message:
-    """Return a plain assistant message that says the mark, its content in the shape of the given message's."""
+    """Return a plain assistant message that says the mark, its content shaped as the given message's."""
     as_parts = isinstance(message.get("content"), list)
     return {"role": "assistant", "content": [{"type": "text", "text": mark}] if as_parts else mark}
 
@@ -133,7 +138,9 @@ def _all_at_once(rendered: Rendered) -> list[Span] | None:
 
 
 def _end_before(text: str, at: int, following: str, content: str, last: bool) -> int | None:
-    """Return where the content that starts at `at` ends, `following` coming after it; None if that is not certain."""
+    """Return where the content that starts at `at` ends, `following` coming after it; None if that is not
+    certain.
+    """
     if last:
         end = len(text) - len(following)
         return end if end >= at and text.endswith(following) else None
@@ -161,9 +168,11 @@ def _one(rendered: Rendered, turn: int) -> Span:
 
 
 def _by_neighbours(rendered: Rendered, turn: int) -> Span:
-    """Return the span between the renderings that end before and after this message, its terminators left out.
+    """Return the span between the renderings that end before and after this message, its terminators left
+    out.
 
-    Some templates refuse a conversation in which a tool call has become plain text; so they are aligned by this.
+    Some templates refuse a conversation in which a tool call has become plain text; so they are aligned by
+    this.
     """
     text, before, through = rendered.text, rendered.part(turn), rendered.part(turn + 1)
     plain = rendered.ending_in_mark(turn)

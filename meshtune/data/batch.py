@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +24,13 @@ class Batch(Mapping[str, Tensor]):
 
     - input_ids [B, T] int64
     - position_ids [B, T] int64, from 0 in each row and, packed, in each document
-    - shift_labels [B, T] int64, already shifted: the id of the token after position t if it is supervised and of the
-      same document, else -100
+    - shift_labels [B, T] int64, already shifted: the id of the token after position t if it is supervised and
+      of the same document, else -100
     - attention_mask [B, T] bool, true on real tokens; absent without padding and when packed
     - document_lengths [D] int64, on the CPU always; packed only; sums to N
 
-    `tokens` and `supervised_tokens` count real tokens and targets, as plain numbers; a filler micro-batch counts none.
+    `tokens` and `supervised_tokens` count real tokens and targets, as plain numbers; a filler micro-batch
+    counts none.
     """
 
     input_ids: Tensor = field(metadata=_BY_TOKEN)
@@ -67,5 +69,7 @@ class Batch(Mapping[str, Tensor]):
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device. Document lengths stay on the CPU: kernels are launched by them."""
-        moved = {k: v.to(device, non_blocking=True) for k, v in self.items() if k != "document_lengths"}
+        moved: dict[str, Any] = {
+            k: v.to(device, non_blocking=True) for k, v in self.items() if k != "document_lengths"
+        }
         return replace(self, **moved)

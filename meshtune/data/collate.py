@@ -1,4 +1,6 @@
-"""Documents to one Batch: padded rows, or one packed row. Padding is known from lengths, never from a token id."""
+"""Documents to one Batch: padded rows, or one packed row. Padding is known from lengths, never from a token
+id.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ Document = tuple[NDArray[np.int64], NDArray[np.bool_]]
 
 
 def collate_padded(documents: Sequence[Document], pad_token_id: int) -> Batch:
-    """Return one row for each document (input_ids [T], supervised [T]), padded on the right to the longest."""
+    """Return a row for each document (input_ids [T], supervised [T]), padded on the right to the longest."""
     lengths = [len(ids) for ids, _ in documents]
     shape = len(documents), max(lengths)
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
@@ -50,13 +52,17 @@ def collate_packed(documents: Sequence[Document]) -> Batch:
 
 
 def as_filler(batch: Batch) -> Batch:
-    """Return the batch with nothing to learn and nothing counted: it keeps collectives aligned, and no number moves."""
+    """Return the batch with nothing to learn and nothing counted: it keeps collectives aligned, and no number
+    moves.
+    """
     labels = torch.full_like(batch.shift_labels, IGNORED_LABEL)
     return replace(batch, shift_labels=labels, tokens=0, supervised_tokens=0)
 
 
 def shifted_labels(document: Document) -> NDArray[np.int64]:
-    """Return [T] int64: at t the id of token t+1 if that one is supervised, else -100; the last position has none."""
+    """Return [T] int64: at t the id of token t+1 if that one is supervised, else -100; the last position has
+    none.
+    """
     ids, supervised = document
     labels = np.full(len(ids), IGNORED_LABEL, dtype=np.int64)
     labels[:-1][supervised[1:]] = ids[1:][supervised[1:]]

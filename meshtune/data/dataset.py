@@ -14,7 +14,8 @@ class TokenDataset:
     """Documents 0 to len-1, in the order of their rows. Nothing is read before it is asked for.
 
     `fingerprint` is a hash of all tokens and flags; `lengths` [D] int64 are tokens of each document;
-    `supervised_counts` [D] int64 its targets (supervised tokens that a position predicts: never the first token).
+    `supervised_counts` [D] int64 its targets (supervised tokens that a position predicts: never the first
+    token).
     """
 
     def __init__(self, folder: Path, fingerprint: str, report: DataReport) -> None:

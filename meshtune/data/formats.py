@@ -1,4 +1,5 @@
-"""Row formats: which columns a row needs, and whether what stands in them can be used. Nothing is guessed row by row.
+"""Row formats: which columns a row needs, and whether what stands in them can be used. Nothing is guessed row
+by row.
 
 `messages` rows hold an OpenAI-style list of messages, and may hold `tools`; `text` rows hold one string.
 """
@@ -33,9 +34,11 @@ class Conversation:
 
 
 def detect_format(sources: Sequence[Source], wanted: str) -> RowFormat:
-    """Return the one format of all sources, `wanted` unless that is `auto`, looking at each source's first rows.
+    """Return the one format of all sources, `wanted` unless that is `auto`, looking at each source's first
+    rows.
 
-    Raises DataError naming the source, the columns wanted and the columns found, when a source has other columns.
+    Raises DataError naming the source, the columns wanted and the columns found, when a source has other
+    columns.
     """
     decided = None if wanted == "auto" else wanted
     for source in sources:

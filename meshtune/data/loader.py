@@ -21,8 +21,9 @@ class Cursor(TypedDict):
 class Share:
     """What one of `world_size` readers gets of a global batch; `rank` and `world_size` are of the batch view.
 
-    Micro-batch m of rank r is units m·W·b + r·b and the b-1 after it. Every rank gets the same number of micro-batches;
-    one that has no units left gets the batch's first unit with nothing supervised and nothing counted.
+    Micro-batch m of rank r is units m·W·b + r·b and the b-1 after it. Every rank gets the same number of
+    micro-batches; one that has no units left gets the batch's first unit with nothing supervised and nothing
+    counted.
     """
 
     def __init__(
@@ -49,10 +50,11 @@ class Share:
 
 
 class Loader:
-    """Hands out this rank's micro-batches, global batch after global batch, epoch after epoch, without an end.
+    """Hands out this rank's micro-batches, global batch after global batch, epoch after epoch, without an
+    end.
 
-    Its state is a cursor into the global order, the same on every rank and for every world size, micro-batch and
-    global batch size.
+    Its state is a cursor into the global order, the same on every rank and for every world size, micro-batch
+    and global batch size.
     """
 
     def __init__(
@@ -89,8 +91,8 @@ class Loader:
         epoch, units = int(state["epoch"]), int(state["units"])
         if epoch < 0 or not 0 <= units <= self._order.units:
             raise DataError(
-                f"the saved data cursor is unit {units} of epoch {epoch}, but an epoch has {self._order.units} units "
-                "now: the data, packing or lengths have changed since the checkpoint"
+                f"the saved data cursor is unit {units} of epoch {epoch}, but an epoch has "
+                f"{self._order.units} units now: data, packing or lengths have changed since the checkpoint"
             )
         self._epoch, self._units = epoch, units
         self._advance(0)
@@ -106,7 +108,8 @@ def validation_batches(
 ) -> Iterator[list[Batch]]:
     """Yield this rank's micro-batches of each global batch, once over the data; equally many on every rank.
 
-    Token-weighted sums over them do not depend on batch or world size: every unit counts once, fillers count nothing.
+    Token-weighted sums over them do not depend on batch or world size: every unit counts once, fillers count
+    nothing.
     """
     share = Share(
         order,

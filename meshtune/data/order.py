@@ -1,4 +1,4 @@
-"""The global order: which rows, or packs of rows, make global batch k of an epoch. It knows no rank and no world size."""
+"""The global order: which rows, or packs of rows, make global batch k of an epoch, for any world size."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ Unit = list[int]
 class GlobalOrder:
     """Units (a row, or a pack of rows) in the order in which training meets them.
 
-    Packs are formed once, from the file order or, shuffling, from a permutation by the seed. Shuffling then permutes the
-    units of each epoch by (seed, epoch). Global batch k is units k·G to (k+1)·G-1; the last may be short.
+    Packs are formed once, from the file order or, shuffling, from a permutation by the seed. Shuffling then
+    permutes the units of each epoch by (seed, epoch). Global batch k is units k·G to (k+1)·G-1; the last may
+    be short.
     """
 
     def __init__(
@@ -30,7 +31,9 @@ class GlobalOrder:
         max_seq_length: int | None = None,
         drop_last: bool = False,
     ) -> None:
-        """Raises DataError if `drop_last` would leave no batch at all, or packing is asked for without a capacity."""
+        """Raises DataError if `drop_last` would leave no batch at all, or packing is asked for without a
+        capacity.
+        """
         self.dataset, self.global_batch_size, self.packing = dataset, global_batch_size, packing
         self._shuffle, self._seed = shuffle, seed
         self._packs = self._form_packs(max_seq_length) if packing else None
@@ -38,8 +41,9 @@ class GlobalOrder:
         if drop_last and self.units < global_batch_size:
             kind = f"packs (of {len(dataset)} documents)" if packing else "rows"
             raise DataError(
-                f"{self.units} {kind} make no full global batch of {global_batch_size}, and drop_last leaves the short "
-                "one out: nothing would be trained. Set drop_last: false or a smaller global_batch_size"
+                f"{self.units} {kind} make no full global batch of {global_batch_size}, and drop_last "
+                "leaves the short one out: nothing would be trained. Set drop_last: false, "
+                "or a smaller global_batch_size"
             )
         whole = self.units - self.units % global_batch_size
         self.units_per_epoch = whole if drop_last else self.units
@@ -79,7 +83,8 @@ class GlobalOrder:
 def permutation(count: int, seed: int, stream: int) -> NDArray[np.int64]:
     """Return a permutation of 0 to count-1 that depends on seed and stream alone, whatever numpy's version.
 
-    Made from raw PCG64 output, whose stream numpy promises to keep; it does not promise that of `permutation` (NEP 19).
+    Made from raw PCG64 output, whose stream numpy promises to keep; it does not promise that of `permutation`
+    (NEP 19).
     """
     bits = np.random.PCG64(np.random.SeedSequence([seed % 2**64, stream]))
     return np.argsort(bits.random_raw(count), kind="stable")

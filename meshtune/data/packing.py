@@ -1,4 +1,6 @@
-"""Packing: documents into packs of bounded length, by best-fit decreasing, in O(n log n), the same every time."""
+"""Packing: documents into packs of bounded length, by best-fit decreasing, in O(n log n), the same every
+time.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,11 @@ def pack(
 ) -> list[list[int]]:
     """Return packs of documents: every document of `order` once, no pack longer than `capacity` tokens.
 
-    Documents are packed inside consecutive windows of the order, so that a pack holds documents that were near each
-    other in it: 4,096 of them, or enough for 64 packs. In a window the longest come first, each into the fullest pack
-    that still takes it (best-fit decreasing; at most 11/9 of the optimal number of packs, Johnson 1973). Packs stand in
-    the order of their first document, and a pack's documents in that order, too.
+    Documents are packed inside consecutive windows of the order, so that a pack holds documents that were
+    near each other in it: 4,096 of them, or enough for 64 packs. In a window the longest come first, each
+    into the fullest pack that still takes it (best-fit decreasing; at most 11/9 of the optimal number of
+    packs, Johnson 1973). Packs stand in the order of their first document, and a pack's documents in that
+    order, too.
 
     Args:
         lengths: tokens of each document, by document index.

@@ -1,30 +1,30 @@
-"""From the `data` section and a tokenizer to a TokenDataset: read, encode, cut to length, count, keep on disk."""
+"""From the `data` section and a tokenizer to a TokenDataset: read, encode, cut to length, count, keep on
+disk.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshtune.data import store
+from meshtune.data.cache_key import cache_key
+from meshtune.data.chat import ChatEncoder
 from meshtune.data.dataset import TokenDataset
-from meshtune.data.encoding import Encoded, Encoder, encoder
+from meshtune.data.encoding import Encoded, Encoder
 from meshtune.data.formats import RowFormat, detect_format
 from meshtune.data.report import DataReport
-from meshtune.data.rows import RowProblem, Row
+from meshtune.data.rows import Row, RowProblem
 from meshtune.data.sources import Source, open_sources
+from meshtune.data.text import TextEncoder
 from meshtune.errors import DataError
 
 if TYPE_CHECKING:
     from meshtune.data.section import DataSection
 
-_FORMAT_VERSION = 1  # of what the cache holds: raise it when encoding or cutting changes its result
 _ROWS_AT_ONCE = 256
-_LIBRARIES = ("transformers", "tokenizers", "jinja2")
 
 Item = TypeVar("Item")
 
@@ -48,11 +48,12 @@ def prepare(
         split: the split to read of hub ids.
         cache_dir: where to keep the arrays (default: `$MESHTUNE_CACHE/data`, else `~/.cache/meshtune/data`).
 
-    Raises DataError for what `open_sources`, `detect_format` and the encoder refuse, for an overlong row under
-    `overlong: error`, and when no row can be used. Several processes may call it at once; each then does the work.
+    Raises DataError for what `open_sources`, `detect_format` and the encoder refuse, for an overlong row
+    under `overlong: error`, and when no row can be used. Several processes may call it at once; each then
+    does the work.
     """
     sources = open_sources(paths, split, section.hub_config)
-    folder = store.cache_folder(cache_dir) / _key(section, sources, tokenizer, max_seq_length)
+    folder = store.cache_folder(cache_dir) / cache_key(section, sources, tokenizer, max_seq_length)
     cached = store.load(folder)
     if cached is not None:
         return cached
@@ -113,6 +114,11 @@ def preview(
     return report
 
 
+def encoder(row_format: RowFormat, tokenizer: Any) -> Encoder:
+    """Return the encoder of a row format. Raises DataError where the tokenizer cannot serve it."""
+    return ChatEncoder(tokenizer) if row_format == "messages" else TextEncoder(tokenizer)
+
+
 def _new_report(sources: Sequence[Source], row_format: RowFormat, max_seq_length: int) -> DataReport:
     return DataReport([source.name for source in sources], row_format, max_seq_length)
 
@@ -120,7 +126,9 @@ def _new_report(sources: Sequence[Source], row_format: RowFormat, max_seq_length
 def _documents(
     rows: Iterable[Row], rows_encoder: Encoder, overlong: str, report: DataReport
 ) -> Iterator[list[Encoded]]:
-    """Yield the documents of some rows at a time, none longer than the report's maximum, counting what happens."""
+    """Yield the documents of some rows at a time, none longer than the report's maximum, counting what
+    happens.
+    """
     for part in _batched(rows, _ROWS_AT_ONCE):
         documents = []
         for row, encoded in zip(part, rows_encoder.encode(part), strict=True):
@@ -136,7 +144,7 @@ def _documents(
 
 
 def _kept(name: str, row: Encoded, overlong: str, report: DataReport) -> list[Encoded]:
-    """Return the documents that a row becomes: each at most the maximum long, each with a target; [] if none."""
+    """Return the documents that a row becomes, each within the maximum length and with a target."""
     longest, length = report.max_seq_length, len(row.input_ids)
     windows = _windows(name, row, overlong, report) if length > longest else [row]
     documents = [window for window in windows if window.supervised[1:].any()]
@@ -153,7 +161,7 @@ def _kept(name: str, row: Encoded, overlong: str, report: DataReport) -> list[En
 
 
 def _windows(name: str, row: Encoded, overlong: str, report: DataReport) -> list[Encoded]:
-    """Return the parts of an overlong row. A part of a split conversation starts without what came before it."""
+    """Return the parts of an overlong row; after a split, a part starts without what came before it."""
     longest, length = report.max_seq_length, len(row.input_ids)
     if overlong == "error":
         raise DataError(
@@ -178,39 +186,6 @@ def _finish(report: DataReport, lengths: Sequence[int], rows_encoder: Encoder) -
         raise DataError(f"{', '.join(report.sources)}: no row can be used to train on:\n  {told}")
     report.measure(lengths)
     report.warnings = rows_encoder.warnings()
-
-
-def _key(section: DataSection, sources: Sequence[Source], tokenizer: Any, max_seq_length: int) -> str:
-    """Return a hash of everything that decides the tokens: data, tokenizer, template, settings, code."""
-    settings = {
-        "version": _FORMAT_VERSION,
-        "libraries": {name: importlib.metadata.version(name) for name in _LIBRARIES},
-        "sources": [(source.name, source.digest()) for source in sources],
-        "format": section.format,
-        "overlong": section.overlong,
-        "max_seq_length": max_seq_length,
-        "tokenizer": _tokenizer_digest(tokenizer),
-    }
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _tokenizer_digest(tokenizer: Any) -> str:
-    digest = hashlib.sha256(type(tokenizer).__name__.encode())
-    if tokenizer.is_fast:
-        digest.update(tokenizer.backend_tokenizer.to_str().encode())
-    else:
-        digest.update(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode())
-    state: dict[str, Any] = {
-        "template": tokenizer.chat_template,
-        "special": tokenizer.special_tokens_map,
-        "added": {index: repr(token) for index, token in tokenizer.added_tokens_decoder.items()},
-        "settings": {
-            k: v for k, v in tokenizer.init_kwargs.items() if isinstance(v, bool | int | float | str)
-        },
-    }
-    state["settings"].pop("name_or_path", None)  # where a tokenizer lies does not change what it does
-    digest.update(json.dumps(state, sort_keys=True, default=repr).encode())
-    return digest.hexdigest()
 
 
 def _batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:

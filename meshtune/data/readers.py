@@ -1,6 +1,7 @@
 """Readers of one file or data set each. They keep rows as they were written: no column is unified or added.
 
-JSON is read as bytes and cut at line feeds alone, so that neither the locale nor a U+2028 inside a text matters.
+JSON is read as bytes and cut at line feeds alone, so that neither the locale nor a U+2028 inside a text
+matters.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshtune.data.rows import RowProblem, Row
+from meshtune.data.rows import Row, RowProblem
 from meshtune.errors import DataError
 
 USED_COLUMNS = ("messages", "tools", "text")
@@ -20,7 +21,9 @@ _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 
 
 def read_json_lines(path: Path, name: str) -> Iterator[Row]:
-    """Yield the rows of a JSON-lines file, named `file:line` with lines counted from 1; blank lines are no rows."""
+    """Yield the rows of a JSON-lines file, named `file:line` with lines counted from 1; blank lines are no
+    rows.
+    """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if number == 1:
@@ -53,7 +56,8 @@ def read_json(path: Path, name: str) -> Iterator[Row]:
 
 
 def read_parquet(path: Path, name: str) -> Iterator[Row]:
-    """Yield the rows of a Parquet file, named `file:row N`, N from 0. Fields that Parquet filled with null are left out.
+    """Yield the rows of a Parquet file, named `file:row N`, N from 0. Fields that Parquet filled with null
+    are left out.
 
     Raises DataError when the file is not Parquet or damaged.
     """
@@ -73,7 +77,7 @@ def read_parquet(path: Path, name: str) -> Iterator[Row]:
 
 
 def read_dataset(dataset: Any, name: str) -> Iterator[Row]:
-    """Yield the rows of a loaded `datasets.Dataset`, named `name:row N`, N from 0; null fields as in Parquet."""
+    """Yield the rows of a loaded `datasets.Dataset`, named `name:row N`, from 0; nulls as in Parquet."""
     columns = [column for column in USED_COLUMNS if column in dataset.column_names]
     for number, value in enumerate(dataset.select_columns(columns) if columns else dataset):
         yield Row(f"{name}:row {number}", _without_nulls(value))

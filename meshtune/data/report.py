@@ -26,8 +26,8 @@ class Unusable:
 class DataReport:
     """Counts of one prepared data set. `rows_read == rows_used + dropped_overlong + rows_unusable`.
 
-    `tokens` and `supervised_tokens` are of the documents kept, the latter counting targets: never a first token;
-    `tokens_left_out` are tokens of rendered rows that were cut off or dropped.
+    `tokens` and `supervised_tokens` are of the documents kept, the latter counting targets: never a first
+    token; `tokens_left_out` are tokens of rendered rows that were cut off or dropped.
     """
 
     sources: list[str] = field(default_factory=list)
@@ -77,8 +77,8 @@ class DataReport:
     def summary(self) -> list[str]:
         """Return the report as lines of text, the unusable rows by name."""
         lines = [
-            f"{', '.join(self.sources)}: {self.rows_used:,} of {self.rows_read:,} rows used as `{self.format}`, "
-            f"{self.tokens:,} tokens, {self.supervised_tokens:,} supervised"
+            f"{', '.join(self.sources)}: {self.rows_used:,} of {self.rows_read:,} rows used "
+            f"as `{self.format}`, {self.tokens:,} tokens, {self.supervised_tokens:,} supervised"
         ]
         if self.length_percentiles:
             shown = ", ".join(f"{name} {value:,}" for name, value in self.length_percentiles.items())

@@ -1,4 +1,6 @@
-"""What a source hands on: rows that carry a name a user can find again, and the reasons why some cannot be used."""
+"""What a source hands on: rows that carry a name a user can find again, and the reasons why some cannot be
+used.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ class RowProblem:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a source: its name (`file:line`, `file:row N`) and its columns, or the problem of reading it."""
+    """One row of a source: its name (`file:line`, `file:row N`) and its columns, or the problem of reading
+    it.
+    """
 
     name: str
     columns: dict[str, Any] | None
@@ -24,7 +28,7 @@ class Row:
 
 
 class UnusableRow(Exception):
-    """Raised inside this room where a row turns out to be unusable; it is counted and named, never shown raw."""
+    """Raised inside this room where a row turns out to be unusable; the row is counted and named."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason)

@@ -15,10 +15,12 @@ Overlong = Literal["truncate", "drop", "split", "error"]
 
 
 class DataSection(Section):
-    """What the model learns from. `max_seq_length: None` is resolved by the caller, from the model's positions."""
+    """What the model learns from. `max_seq_length: None` is resolved by the caller, from the model's
+    positions.
+    """
 
     train_path: str | list[str] = Field(
-        description="Training data: a .jsonl, .json or .parquet file, a list of them, or a hub id such as org/name."
+        description="Training data: a .jsonl, .json or .parquet file, a list of them, or a hub id (org/name)."
     )
     validation_path: str | list[str] | None = Field(
         default=None, description="Validation data, in the same forms; its loss is token-weighted."
@@ -34,7 +36,7 @@ class DataSection(Section):
     )
     format: Format = Field(
         default="auto",
-        description="`messages` (OpenAI chat rows), `text` (plain text rows), or `auto`: decided by the columns.",
+        description="`messages` (OpenAI chat rows), `text` (plain text rows), or `auto`: by the columns.",
     )
     shuffle: bool = Field(
         default=True, description="Permute the rows each epoch, by the seed; false: file order."
@@ -49,8 +51,8 @@ class DataSection(Section):
     )
     overlong: Overlong = Field(
         default="truncate",
-        description="Rows longer than max_seq_length: `truncate` keeps the start, `drop` leaves the row out, `split` "
-        "makes consecutive rows of it, `error` stops and names the row.",
+        description="Rows longer than max_seq_length: `truncate` keeps the start, `drop` leaves the row out, "
+        "`split` makes consecutive rows of it, `error` stops and names the row.",
     )
     drop_last: bool = Field(
         default=False, description="Leave out an epoch's last, short global batch instead of training on it."

@@ -1,4 +1,6 @@
-"""Where rows come from: files and hub data sets, checked before anything is read, read in order, named row by row."""
+"""Where rows come from: files and hub data sets, checked before anything is read, read in order, named row by
+row.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,12 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class Source(Protocol):
-    """One origin of rows. `rows()` may be called again; `digest()` changes whenever a row may have changed."""
+    """One origin of rows. `rows()` may be called again; `digest()` changes when a row may have changed."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The path or hub id as the user wrote it."""
+        ...
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows in their order, unreadable ones with their problem."""
@@ -83,7 +88,7 @@ class HubSource:
 
 
 def is_hub_id(path: str) -> bool:
-    """Tell whether a path of a recipe names a hub data set: `org/name`, no such local path, no data suffix."""
+    """Tell whether a path names a hub data set: `org/name`, no such local path, no data suffix."""
     return (
         bool(_HUB_ID.fullmatch(path))
         and Path(path).suffix.lower() not in _READERS
@@ -94,8 +99,8 @@ def is_hub_id(path: str) -> bool:
 def open_sources(paths: str | list[str], split: str = "train", hub_config: str | None = None) -> list[Source]:
     """Return one source for each path, in order.
 
-    Raises DataError at once, for all paths together, when a file is missing, empty, a folder, a pattern or of an
-    unknown kind.
+    Raises DataError at once, for all paths together, when a file is missing, empty, a folder, a pattern or of
+    an unknown kind.
     """
     listed = [paths] if isinstance(paths, str) else list(paths)
     if not listed:
@@ -103,10 +108,13 @@ def open_sources(paths: str | list[str], split: str = "train", hub_config: str |
     complaints = [complaint for path in listed if (complaint := _complaint(path))]
     if complaints:
         raise DataError("\n".join(complaints))
-    return [
-        HubSource(path, split, hub_config) if is_hub_id(path) else FileSource(path, Path(path).expanduser())
-        for path in listed
-    ]
+    return [_source(path, split, hub_config) for path in listed]
+
+
+def _source(path: str, split: str, hub_config: str | None) -> Source:
+    if is_hub_id(path):
+        return HubSource(path, split, hub_config)
+    return FileSource(path, Path(path).expanduser())
 
 
 def _complaint(text: str) -> str | None:
@@ -117,7 +125,7 @@ def _complaint(text: str) -> str | None:
         return f"{text}: is a folder; {WANTED}"
     if not path.exists():
         if any(mark in text for mark in "*?["):
-            return f"{text}: patterns are not expanded, so that the order of files is never a guess; list the files"
+            return f"{text}: patterns are not expanded (the order of files matters); list the files"
         return f"{text}: no such file (looked in {Path.cwd()}); {WANTED}"
     if path.suffix.lower() not in _READERS:
         return f"{text}: the suffix {path.suffix or '(none)'} is unknown; {WANTED}"

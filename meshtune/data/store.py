@@ -1,7 +1,10 @@
-"""The cache of tokenised data: a folder named by everything that decides its content, complete or absent, verified."""
+"""The cache of tokenised data: a folder named by everything that decides its content, complete or absent,
+verified.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -24,7 +27,7 @@ _BLOCK = 1 << 22
 
 
 def cache_folder(chosen: str | os.PathLike[str] | None) -> Path:
-    """Return the folder for tokenised data: the chosen one, else under `MESHTUNE_CACHE`, else under ~/.cache."""
+    """Return the folder for tokenised data: the chosen one, or under `MESHTUNE_CACHE`, or ~/.cache."""
     if chosen is not None:
         return Path(chosen)
     root = os.environ.get("MESHTUNE_CACHE")
@@ -44,7 +47,7 @@ def load(folder: Path) -> TokenDataset | None:
 
 
 class Writer:
-    """Appends documents to a temporary folder beside the final one; `publish` puts it in place in one step."""
+    """Appends documents to a temporary folder beside the final one; `publish` moves it into place."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,7 +56,8 @@ class Writer:
             self._temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name[:16]}-", dir=folder.parent))
         except OSError as error:
             raise DataError(
-                f"the data cache {folder.parent} cannot be written ({error}); set MESHTUNE_CACHE to a folder that can"
+                f"the data cache {folder.parent} cannot be written ({error}); "
+                "set MESHTUNE_CACHE to one that can"
             ) from error
         self._input_ids = (self._temporary / _ARRAYS[0]).open("wb")
         self._supervised = (self._temporary / _ARRAYS[1]).open("wb")
@@ -77,7 +81,9 @@ class Writer:
             self.lengths.append(len(document.input_ids))
 
     def publish(self, report: DataReport) -> TokenDataset:
-        """Complete the folder, move it into place and open it. A complete folder made meanwhile by others is kept."""
+        """Complete the folder, move it into place and open it. A complete folder made meanwhile by others is
+        kept.
+        """
         self._input_ids.close()
         self._supervised.close()
         np.concatenate(([0], np.cumsum(self.lengths))).astype(np.int64).tofile(self._temporary / _ARRAYS[2])
@@ -96,10 +102,8 @@ def _move(source: Path, target: Path) -> None:
         os.replace(source, target)
     except OSError:  # the target holds something: put it aside (load has found it unusable) and try again
         aside = Path(tempfile.mkdtemp(prefix=".broken-", dir=target.parent))
-        try:
+        with contextlib.suppress(OSError):  # another process may have put it aside first
             os.replace(target, aside / target.name)
-        except OSError:
-            pass  # another process has put it aside first
         shutil.rmtree(aside, ignore_errors=True)
 
 

@@ -1,7 +1,8 @@
-"""From an assistant's text to what the model must produce: from the end of the generation prompt to the terminator.
+"""What the model must produce in a turn: all from the end of the generation prompt to the terminator.
 
-Supervised is what follows the prompt that the model is given at inference: text that the template itself writes between
-generation prompt and content (an empty `<think>` block, a space), the content, and the turn's first terminator.
+Supervised is what follows the prompt that the model is given at inference: text that the template itself
+writes between generation prompt and content (an empty `<think>` block, a space), the content, and the turn's
+first terminator.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _LESSONS = 3
 
 @dataclass
 class _Pattern:
-    """What stood around a border in the turns seen so far: `inside` is supervised, `outside` is its neighbour text."""
+    """What stood around a border in the turns seen so far: `inside` is supervised, `outside` is not."""
 
     inside: str
     outside: str
@@ -32,9 +33,9 @@ class _Pattern:
 class TurnSpans:
     """Finds the supervised spans of rendered conversations.
 
-    Borders are found exactly, by rendering parts of the conversation, until turns of a kind (same neighbours, same
-    fields) have shown the same text around the border; then that text is looked for, and rendering is the fallback. So
-    a conversation of n turns takes two renderings, not 2n.
+    Borders are found exactly, by rendering parts of the conversation, until turns of a kind (same neighbours,
+    same fields) have shown the same text around the border; then that text is looked for, and rendering is
+    the fallback. So a conversation of n turns takes two renderings, not 2n.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,9 @@ class TurnSpans:
         self._endings: dict[Any, _Pattern] = {}
 
     def find(self, rendered: Rendered) -> list[Span]:
-        """Return [start, end) for each assistant message to be learnt (weight 0 leaves it out). Raises UnusableRow."""
+        """Return [start, end) for each assistant message to be learnt (weight 0 leaves it out). Raises
+        UnusableRow.
+        """
         contents = content_spans(rendered)
         spans: list[Span] = []
         floor = 0
@@ -120,8 +123,9 @@ def _after_header(text: str, header: str, floor: int, content: int) -> int:
 
 
 def _without_header(rendered: Rendered, turn: int, before: str, content: int) -> int:
-    """Return the start where the prompt ends without a header: white space that leads the content is the model's to
-    write; anything else that the template writes there can only be a header, which nobody will write for the model.
+    """Return the start where the prompt ends without a header: white space that leads the content is the
+    model's to write; anything else that the template writes there can only be a header, which nobody will
+    write for the model.
     """
     plain = rendered.ending_in_mark(turn)
     if plain is None or not plain.startswith(before) or not rendered.text.startswith(before):
@@ -131,14 +135,14 @@ def _without_header(rendered: Rendered, turn: int, before: str, content: int) ->
 
 
 def _exact_ending(rendered: Rendered, turn: int, content: int) -> int:
-    """Return the end of the turn's first terminator, or of all the turn's text where the template has none."""
+    """Return the end of the turn's first terminator, or of all the turn's text where there is none."""
     boundary = _turn_boundary(rendered, turn, content)
     terminator = rendered.template.first_terminator(rendered.text[content:boundary])
     return boundary if terminator is None else content + terminator
 
 
 def _turn_boundary(rendered: Rendered, turn: int, content: int) -> int:
-    """Return where this turn's text ends: what a rendering that stops with this turn shares with the whole."""
+    """Return where this turn's text ends: what a rendering up to this turn shares with the whole."""
     text = rendered.text
     if turn + 1 == len(rendered.messages):
         return len(text)

@@ -55,7 +55,7 @@ class World:
             raise error
         result, error = outcome[0]
         if error is not None:
-            raise error
+            raise _as_shared(error)
         return result  # type: ignore[return-value]
 
     def _raise_together(self, error: Exception | None) -> None:
@@ -65,7 +65,7 @@ class World:
             raise error
         for other in errors:
             if other is not None:
-                raise other
+                raise _as_shared(other)
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -76,10 +76,20 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """Not every exception can be pickled for the other ranks; a plain one with its text always can."""
-    if error is None or isinstance(error, MeshtuneError):
+    """The error as other ranks raise it. Not every exception can be pickled; its type's name and text always can."""
+    if error is None:
+        return None
+    if isinstance(error, MeshtuneError):
+        error.shared = True
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _as_shared(error: Exception) -> Exception:
+    """Instance attributes do not survive every error's pickling."""
+    if isinstance(error, MeshtuneError):
+        error.shared = True
+    return error
 
 
 def connect(device: str | None = None) -> World:

@@ -9,8 +9,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 SPECIALS = [
-    "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
-    "[INST]", "[/INST]", "<start_of_turn>", "<end_of_turn>", "[TOOL_CALLS]", "[TOOL_RESULTS]",
+    "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<|eot_id|>", "[INST]", "[/INST]", "<start_of_turn>", "<end_of_turn>", "[TOOL_CALLS]", "[TOOL_RESULTS]",
 ]  # fmt: skip
 CORPUS = [
     "hello there, how are you? I am fine. user assistant system model",
@@ -36,7 +36,8 @@ TEMPLATES = {
         "{% set rest = messages[1:] %}{% else %}{% set sys = '' %}{% set rest = messages %}{% endif %}"
         "{% for m in rest %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('roles must alternate') }}{% endif %}"
-        "{% if m['role'] == 'user' %}[INST] {{ (sys ~ '\n\n') if loop.first and sys else '' }}{{ m['content'] }} [/INST]"
+        "{% if m['role'] == 'user' %}[INST] {{ (sys ~ '\n\n') if loop.first and sys else '' }}"
+        "{{ m['content'] }} [/INST]"
         "{% else %} {{ m['content'] | trim }}{{ eos_token }}{% endif %}{% endfor %}"
     ),
     # refuses system, calls the assistant model
@@ -46,7 +47,7 @@ TEMPLATES = {
         "<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n{{ m['content'] | trim }}"
         "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
     ),
-    # strips reasoning of turns before the last user turn; writes an empty block into the last turn without any
+    # strips reasoning of turns before the last user turn; writes an empty block into a last turn without
     "thinking": (
         "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
         "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -54,7 +55,8 @@ TEMPLATES = {
         "{% set text = m.content.split('</think>')[-1].lstrip('\n') %}"
         "{% set why = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') "
         "if '</think>' in m.content else '' %}"
-        "{% if loop.index0 > ns.last and (loop.last or why) %}<think>\n{{ why }}\n</think>\n\n{% endif %}{{ text }}"
+        "{% if loop.index0 > ns.last and (loop.last or why) %}<think>\n{{ why }}\n</think>\n\n{% endif %}"
+        "{{ text }}"
         "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
@@ -84,32 +86,34 @@ TEMPLATES = {
     ),
     # content must be a list of parts; a string shows nothing
     "parts": (
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for p in m['content'] %}{{ p['text'] }}{% endfor %}"
-        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for p in m['content'] %}{{ p['text'] }}"
+        "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
     # knows some roles only and passes over the rest in silence
     "deaf": (
-        "{% for m in messages %}{% if m['role'] in ['system', 'user', 'assistant'] %}<|im_start|>{{ m['role'] }}\n"
-        "{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m['role'] in ['system', 'user', 'assistant'] %}<|im_start|>"
+        "{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
     # ChatML with tools; arguments are objects
     "tools": (
-        "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+        "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n"
+        "{% endif %}"
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% if m.tool_calls %}"
         '{% for c in m.tool_calls %}<tool_call>{"name": "{{ c.function.name }}", "arguments": '
         "{{ c.function.arguments | tojson }}}</tool_call>{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
-    # alternation is enforced, but for tool calls, and nothing announces an assistant; arguments are concatenated
+    # alternation is enforced, but for tool calls; nothing announces an assistant; arguments are strings
     "mistral_tools": (
         "{% set ns = namespace(i=0) %}{{ bos_token }}{% for m in messages %}"
         "{% if m.role == 'user' or (m.role == 'assistant' and m.tool_calls is not defined) %}"
-        "{% if (m.role == 'user') != (ns.i % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-        "{% set ns.i = ns.i + 1 %}{% endif %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+        "{% if (m.role == 'user') != (ns.i % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
+        "{% endif %}{% set ns.i = ns.i + 1 %}{% endif %}{% if m.role == 'user' %}[INST] "
+        "{{ m.content }}[/INST]"
         "{% elif m.tool_calls is defined %}[TOOL_CALLS] [{% for c in m.tool_calls %}"
-        "{{ '{\"name\": \"' + c.function.name + '\", \"arguments\": ' + c.function.arguments + '}' }}{% endfor %}]"
-        "{{ eos_token }}{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.content }}[/INST]"
+        "{{ '{\"name\": \"' + c.function.name + '\", \"arguments\": ' + c.function.arguments + '}' }}"
+        "{% endfor %}]{{ eos_token }}{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.content }}[/INST]"
         "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
     ),
 }
@@ -171,7 +175,7 @@ def metaspace(template: str) -> PreTrainedTokenizerFast:
 
 
 def words(template: str | None = None, eos: str = "<end>") -> PreTrainedTokenizerFast:
-    """Return the toy tokenizer of whole words: <bos> 0, <u> 1, <a> 2, <s> 3, <end> 4, <eos> 5, <pad> 6, hi 7, ok 8."""
+    """Return the toy tokenizer: <bos> 0, <u> 1, <a> 2, <s> 3, <end> 4, <eos> 5, <pad> 6, hi 7, ok 8."""
     tokens = ["<bos>", "<u>", "<a>", "<s>", "<end>", "<eos>", "<pad>", "hi", "ok", "<unk>"]
     inner = Tokenizer(
         models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<unk>")
@@ -189,7 +193,7 @@ def words(template: str | None = None, eos: str = "<end>") -> PreTrainedTokenize
 
 
 def merging() -> PreTrainedTokenizerFast:
-    """Return a BPE tokenizer with the one merge (`:`, `y`) over q, :, y, e, s, whose template writes `q:` + answer."""
+    """Return a BPE tokenizer whose one merge is (`:`, `y`), and whose template writes `q:` + answer."""
     inner = Tokenizer(models.BPE({"q": 0, ":": 1, "y": 2, "e": 3, "s": 4, ":y": 5}, [(":", "y")]))
     template = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'user' %}:{% endif %}{% endfor %}"
     return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=template)

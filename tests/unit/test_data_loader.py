@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def documents_in(batch: Batch) -> list[int]:
 
 
 def test_packs_lose_nothing_and_stay_within_the_capacity() -> None:
-    """C32, over random lengths: every document once, bounded packs, in order, the same each time, and tight."""
+    """C32, over random lengths: every document once, packs bounded, ordered, repeatable and tight."""
     rng = random.Random(0)
     for _ in range(60):
         capacity = rng.choice([8, 50, 200])
@@ -71,7 +72,7 @@ def test_packs_lose_nothing_and_stay_within_the_capacity() -> None:
         assert [place[m[0]] for m in packs] == sorted(place[m[0]] for m in packs)
         assert packs == pack(lengths, capacity, order)
         assert len(packs) <= 11 / 9 * -(-sum(lengths) // capacity) + len(lengths)
-        for one, other in zip(packs, packs[1:], strict=False):
+        for one, other in pairwise(packs):
             assert sum(lengths[i] for i in (*one, *other)) > capacity
 
 
@@ -151,7 +152,9 @@ def test_the_permutation_is_what_it_was() -> None:
 def test_no_world_size_or_micro_batch_changes_a_global_batch(
     tmp_path: Path, packing: bool, shuffle: bool
 ) -> None:
-    """Promise 1 and C24: same documents, tokens and targets in global batch k; as many micro-batches on every rank."""
+    """Promise 1 and C24: same documents, tokens and targets in global batch k; as many micro-batches on every
+    rank.
+    """
     data = dataset_of(tmp_path, [2 + 3 * i % 7 for i in range(22)])
     order = GlobalOrder(data, 5, shuffle=shuffle, packing=packing, max_seq_length=9)
     for world_size in (1, 2, 3, 4):
@@ -262,7 +265,7 @@ def test_no_mask_without_padding() -> None:
 
 
 def test_targets_are_the_tokens_after() -> None:
-    """C09: 7 tokens, 4 of them prompt: three targets, the three answer tokens, predicted from position 3 on."""
+    """C09: 7 tokens, 4 of them prompt: three targets, the answer, from position 3 on."""
     labels = shifted_labels(document(10, 11, 12, 13, 14, 15, 16, supervised=[4, 5, 6]))
     assert labels.tolist() == [-100, -100, -100, 14, 15, 16, -100]
     assert shifted_labels(document(10, 11, supervised=[0])).tolist() == [-100, -100]

@@ -1,4 +1,6 @@
-"""The mask harness: the decoded supervised tokens are exactly what the model must produce, for every kind of template."""
+"""The mask harness: the decoded supervised tokens are exactly what the model must produce, for every kind of
+template.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import numpy as np
 import pytest
 
 from meshtune.data import alignment, turns
-from meshtune.data.encoding import ChatEncoder, Encoded, supervised_tokens
+from meshtune.data.chat import ChatEncoder, supervised_tokens
+from meshtune.data.encoding import Encoded
 from meshtune.data.rows import Row, RowProblem
 from meshtune.errors import DataError
 from tests.unit import data_tokenizers as kit
@@ -65,7 +68,9 @@ def test_a_system_message_is_never_learnt(template: str) -> None:
 
 
 def test_toy_conversation_token_by_token() -> None:
-    """C01, C02, C06: positions {5, 6, 11, 12}; each assistant `<end>` once, no user `<end>`, no marker needed."""
+    """C01, C02, C06: positions {5, 6, 11, 12}; each assistant `<end>` once, no user `<end>`, no marker
+    needed.
+    """
     tokenizer = kit.words()
     (row,) = encode(tokenizer, chat("hi", "ok", "hi", "ok"))
     assert isinstance(row, Encoded)
@@ -75,7 +80,10 @@ def test_toy_conversation_token_by_token() -> None:
 
 
 def test_toy_conversation_without_terminators_learns_no_header() -> None:
-    template = "<bos>{% for m in messages %} {{ '<u>' if m['role'] == 'user' else '<a>' }} {{ m['content'] }}{% endfor %}"
+    template = (
+        "<bos>{% for m in messages %} {{ '<u>' if m['role'] == 'user' else '<a>' }} "
+        "{{ m['content'] }}{% endfor %}"
+    )
     (row,) = encode(kit.words(template), chat("hi", "ok", "hi", "ok"))
     assert isinstance(row, Encoded)
     assert np.flatnonzero(row.supervised).tolist() == [4, 8]
@@ -86,7 +94,10 @@ def test_toy_conversation_without_terminators_learns_no_header() -> None:
 
 
 def test_eos_only_at_the_very_end_belongs_to_the_last_turn_alone() -> None:
-    template = "<bos>{% for m in messages %}{{ '<u>' if m['role'] == 'user' else '<a>' }} {{ m['content'] }}{% endfor %}<eos>"
+    template = (
+        "<bos>{% for m in messages %}{{ '<u>' if m['role'] == 'user' else '<a>' }} "
+        "{{ m['content'] }}{% endfor %}<eos>"
+    )
     (row,) = encode(kit.words(template), chat("hi", "ok", "hi", "ok"))
     assert isinstance(row, Encoded)
     assert row.input_ids.tolist() == [0, 1, 7, 2, 8, 1, 7, 2, 8, 5]
@@ -109,7 +120,9 @@ def test_reasoning_that_the_template_strips_is_not_learnt_and_the_rest_is_whole(
 
 
 def test_turns_rewritten_after_a_tool_loop_are_still_found() -> None:
-    """C07: renderings of the first messages are no prefix of the whole here; the header is found all the same."""
+    """C07: renderings of the first messages are no prefix of the whole here; the header is found all the
+    same.
+    """
     messages = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": "<think>\nso\n</think>\n\nhow"},
@@ -254,6 +267,20 @@ def test_terminator_that_is_not_the_tokenizers_eos_is_warned_of() -> None:
     encoder = ChatEncoder(kit.byte_level("chatml"))
     encoder.encode([Row("r", {"messages": FOUR})])
     assert encoder.warnings() == []
+
+
+def test_padding_side_and_limits_of_the_tokenizer_change_nothing() -> None:
+    """C11: rows are padded by length, on the right, by the collator alone."""
+    plain, set_up = (
+        kit.byte_level("chatml"),
+        kit.byte_level("chatml", padding_side="left", model_max_length=8),
+    )
+    set_up.backend_tokenizer.enable_truncation(6)
+    set_up.backend_tokenizer.enable_padding(length=64)
+    (one,), (other,) = encode(plain, FOUR), encode(set_up, FOUR)
+    assert isinstance(one, Encoded) and isinstance(other, Encoded)
+    assert one.input_ids.tolist() == other.input_ids.tolist()
+    assert one.supervised.tolist() == other.supervised.tolist()
 
 
 def test_zero_width_and_repeated_offsets() -> None:

@@ -70,7 +70,9 @@ def test_text_rows_get_the_tokenizers_special_tokens_and_one_eos(tmp_path: Path,
 
 
 def test_unusable_rows_are_counted_and_named_and_the_rest_is_used(tmp_path: Path, write: Any) -> None:
-    """A11 and C22a: bad rows by name; a row whose answer begins beyond the maximum length has nothing to learn."""
+    """A11 and C22a: bad rows by name; a row whose answer begins beyond the maximum length has nothing to
+    learn.
+    """
     rows = [
         chat("hi", "ok"),
         "{bad",
@@ -148,7 +150,7 @@ def test_split_conversations_keep_their_mask_and_lose_parts_without_a_target(
 def test_the_cache_is_used_and_notices_every_change(
     tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A5: data, tokenizer, template, special tokens and settings; the same input again is not encoded again."""
+    """A5: data, tokenizer, template, special tokens, settings; the same input is not encoded again."""
     path = write("a.jsonl", chat("hi", "ok"), chat("hi hi hi", "ok"))
     made = []
     real = prepare_module.encoder

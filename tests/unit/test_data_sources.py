@@ -1,4 +1,6 @@
-"""Reading: bytes as people's tools write them, files that are not what they should be, rows that cannot be used."""
+"""Reading: bytes as people's tools write them, files that are not what they should be, rows that cannot be
+used.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,43 @@
+# make demo   fine-tune a small real model on real conversations (docs/quickstart.md)
+# make test   lint, types and the whole test suite
+# make lint   ruff, import contracts and mypy alone
+# make clean  remove the environment, caches and build leftovers; keeps runs/ and downloaded assets
+#
+# All of them first make an environment in .venv, if it is missing or older than pyproject.toml.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3 || command -v python)
+VENV ?= .venv
+# Pinned, and installed first: a looser requirement can take a CUDA build of several GB where a CPU build would do.
+# Another build: make TORCH="torch==2.13.0 --index-url ..." ; a torch that is in the environment already is kept.
+TORCH ?= torch==2.13.0
+
+ifeq ($(OS),Windows_NT)
+BIN := $(VENV)/Scripts
+else
+BIN := $(VENV)/bin
+endif
+RUN := $(BIN)/python
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint clean
+
+demo: $(INSTALLED)
+	$(RUN) examples/demo.py
+
+test: lint
+	$(RUN) -m pytest
+
+lint: $(INSTALLED)
+	$(RUN) -m ruff check .
+	$(BIN)/lint-imports
+	$(RUN) -m mypy
+
+$(INSTALLED): pyproject.toml
+	"$(PYTHON)" -m venv $(VENV)
+	$(RUN) -c "import torch" 2>/dev/null || $(RUN) -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	$(RUN) -c "import pathlib; pathlib.Path('$(INSTALLED)').touch()"
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,98 @@
+"""The Python door: the machine that the command line runs, from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from meshtune.config import from_mapping, load
+from meshtune.errors import RecipeError
+from meshtune.models.section import ModelSection
+from meshtune.models.source import resolve
+from meshtune.recipes.recipe import Recipe
+from meshtune.recipes.run import RunResult, run
+
+
+def train(recipe: Recipe | Mapping[str, Any] | str | Path, *, device: str | None = None) -> RunResult:
+    """Train by a recipe: a path to a YAML file, a mapping of its sections, or a `Recipe`.
+
+    Joins the ranks of torchrun if this process is one. Raises MeshtuneError; training.Interrupted on a signal.
+    """
+    return run(_as_recipe(recipe), device)[0]
+
+
+def _as_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
+    if isinstance(recipe, Recipe):
+        return recipe
+    return from_mapping(Recipe, recipe) if isinstance(recipe, Mapping) else load(Recipe, str(recipe))
+
+
+class AutoModelForCausalLM:
+    """transformers' class of that name, whose models also train by a recipe."""
+
+    @staticmethod
+    def from_pretrained(name: str, *, device: str | None = None, **settings: Any) -> PreTrainedModel:
+        """A transformers model on `device`, with every method it has there, and `train(recipe)`.
+
+        `settings` are keys of the recipe's `model` section, such as `dtype` or `attention`.
+        """
+        section = from_mapping(ModelSection, {"name": name, **settings})
+        source = resolve(section)
+        attention = {} if section.attention == "auto" else {"attn_implementation": section.attention}
+        file = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+        model = _trainable(source.model_class).from_pretrained(
+            source.location,
+            config=source.config,
+            dtype=source.dtype if section.dtype == "auto" else getattr(torch, section.dtype),
+            **attention,
+            **file,
+        )
+        model._meshtune_section = section
+        return model.to(device) if device is not None else model
+
+
+class Trainable(PreTrainedModel):
+    """What `AutoModelForCausalLM.from_pretrained` adds to a model's class."""
+
+    _meshtune_section: ModelSection
+
+    def train(self, mode: bool | Mapping[str, Any] | Recipe = True) -> Any:
+        """With a bool or nothing: training mode, as in every `nn.Module`. With a mapping or a `Recipe`: train, from the
+        weights that the model has now; it has the trained ones afterwards. Returns a RunResult."""
+        if isinstance(mode, bool):
+            return super().train(mode)
+        recipe = self._recipe(mode)
+        result, trained = run(recipe, self.device.type, weights=self.state_dict())
+        _copy_weights(trained.model, self)
+        return result
+
+    def _recipe(self, given: Mapping[str, Any] | Recipe) -> Recipe:
+        own = self._meshtune_section
+        if isinstance(given, Recipe):
+            if given.model.name != own.name:
+                raise RecipeError(f"model.name: the recipe names {given.model.name}, but this model is {own.name}")
+            return given
+        stated = dict(given.get("model") or {})
+        if stated.get("name", own.name) != own.name:
+            raise RecipeError(f"model.name: the recipe names {stated['name']}, but this model is {own.name}")
+        return from_mapping(Recipe, {**given, "model": {**own.model_dump(exclude_none=True), **stated}})
+
+
+@cache
+def _trainable(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """`model_class` with `train(recipe)`, under its own name, by which checkpoints know it."""
+    return type(model_class.__name__, (Trainable, model_class), {"__module__": model_class.__module__})
+
+
+@torch.no_grad()
+def _copy_weights(trained: PreTrainedModel, model: PreTrainedModel) -> None:
+    own = model.state_dict()
+    for name, tensor in trained.state_dict().items():
+        own[name].copy_(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)

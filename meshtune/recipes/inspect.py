@@ -1,0 +1,32 @@
+"""What `meshtune check` looks at: recipe, layout, model files, tokenizer, first rows, and the attention that would run."""
+
+from __future__ import annotations
+
+import torch
+
+from meshtune.models.proofs import choose_attention
+from meshtune.recipes import planning
+from meshtune.recipes.recipe import Recipe
+
+
+def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
+    """The recipe resolved for `world_size` ranks, and what was found, as lines. Raises MeshtuneError for what would not run."""
+    from meshtune.data.prepare import preview
+
+    plan = planning.plan(recipe, world_size)
+    section = plan.recipe.data
+    attention = choose_attention(plan.source, section.packing, torch.device("cpu"), torch.float32)
+    lines = [
+        plan.layout.summary(),
+        plan.sizes.summary(),
+        f"attention on this machine: {attention.description}",
+        f"longest row: {plan.max_seq_length} tokens",
+    ]
+    for paths, split in (
+        (section.train_path, section.train_split or "train"),
+        (section.validation_path, section.validation_split or "validation"),
+    ):
+        if paths is not None:
+            report = preview(section, paths, plan.tokenizer, plan.max_seq_length, split=split)
+            lines += [f"first rows: {line}" for line in report.summary()]
+    return plan.recipe, lines
