@@ -113,9 +113,7 @@ def common_suffix(left: str, right: str) -> int:
 def _all_at_once(rendered: Rendered) -> list[Span] | None:
     """Align all turns from one marked rendering; None where that is not certain."""
     marks, messages = rendered.marks, rendered.messages
-    marked = rendered.marked(
-        {t: with_mark(messages[t], m) for t, m in zip(rendered.turns, marks, strict=True)}
-    )
+    marked = rendered.marked({t: with_mark(messages[t], m) for t, m in zip(rendered.turns, marks, strict=True)})
     if marked is None:
         return None
     pieces = re.split("|".join(map(re.escape, marks)), marked)
@@ -127,9 +125,7 @@ def _all_at_once(rendered: Rendered) -> list[Span] | None:
     at = len(pieces[0])
     for number, turn in enumerate(rendered.turns):
         following = pieces[number + 1]
-        end = _end_before(
-            rendered.text, at, following, message_text(messages[turn]), number + 1 == len(marks)
-        )
+        end = _end_before(rendered.text, at, following, message_text(messages[turn]), number + 1 == len(marks))
         if end is None:
             return None
         spans.append((at, end))
@@ -177,9 +173,7 @@ def _by_neighbours(rendered: Rendered, turn: int) -> Span:
     text, before, through = rendered.text, rendered.part(turn), rendered.part(turn + 1)
     plain = rendered.ending_in_mark(turn)
     if before is None or through is None or plain is None or not text.startswith(before):
-        raise UnusableRow(
-            "the chat template does not show where an assistant message begins", f"message {turn}"
-        )
+        raise UnusableRow("the chat template does not show where an assistant message begins", f"message {turn}")
     start = min(common_prefix(plain, text), plain.index(rendered.marks[0]))
     start = rendered.template.outside_token(text, max(start, len(before)))
     end = rendered.template.outside_token(text, common_prefix(through, text))

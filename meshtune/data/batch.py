@@ -69,7 +69,5 @@ class Batch(Mapping[str, Tensor]):
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device. Document lengths stay on the CPU: kernels are launched by them."""
-        moved: dict[str, Any] = {
-            k: v.to(device, non_blocking=True) for k, v in self.items() if k != "document_lengths"
-        }
+        moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in self.items() if k != "document_lengths"}
         return replace(self, **moved)

@@ -41,9 +41,7 @@ def _tokenizer_digest(tokenizer: Any) -> str:
         "template": tokenizer.chat_template,
         "special": tokenizer.special_tokens_map,
         "added": {index: repr(token) for index, token in tokenizer.added_tokens_decoder.items()},
-        "settings": {
-            k: v for k, v in tokenizer.init_kwargs.items() if isinstance(v, bool | int | float | str)
-        },
+        "settings": {k: v for k, v in tokenizer.init_kwargs.items() if isinstance(v, bool | int | float | str)},
     }
     state["settings"].pop("name_or_path", None)  # where a tokenizer lies does not change what it does
     digest.update(json.dumps(state, sort_keys=True, default=repr).encode())

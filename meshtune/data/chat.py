@@ -17,9 +17,7 @@ from meshtune.data.template import ChatTemplate
 from meshtune.data.turns import TurnSpans
 from meshtune.errors import DataError
 
-RenderedRow = tuple[
-    str, list[Span], bool
-]  # the text, its supervised spans, whether anyone but assistants speaks
+RenderedRow = tuple[str, list[Span], bool]  # the text, its supervised spans, whether anyone but assistants speaks
 
 
 class ChatEncoder:
@@ -33,15 +31,13 @@ class ChatEncoder:
     def __init__(self, tokenizer: Any) -> None:
         if not tokenizer.is_fast:
             raise DataError(
-                f"the tokenizer {type(tokenizer).__name__} gives no character offsets, without which the "
-                "label mask of `messages` cannot be exact: use a fast tokenizer (a folder with tokenizer.json)"
+                f"the tokenizer {type(tokenizer).__name__} gives no character offsets, without which "
+                "the label mask of `messages` cannot be exact: use a fast tokenizer (with tokenizer.json)"
             )
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
         self._turns = TurnSpans()
-        self._greedy = {
-            i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.lstrip or t.rstrip
-        }
+        self._greedy = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.lstrip or t.rstrip}
         self._last_supervised: Counter[int] = Counter()
         self._eos_seen = False
 
@@ -49,9 +45,7 @@ class ChatEncoder:
         """Return each row's tokens, or why it has none."""
         rendered = [or_problem(self._render, row) for row in rows]
         tokens = iter(self._tokenize([item[0] for item in rendered if not isinstance(item, RowProblem)]))
-        return [
-            item if isinstance(item, RowProblem) else self._encoded(item, *next(tokens)) for item in rendered
-        ]
+        return [item if isinstance(item, RowProblem) else self._encoded(item, *next(tokens)) for item in rendered]
 
     def warnings(self) -> list[str]:
         """Return a warning if no supervised token is the tokenizer's end of sequence."""

@@ -50,9 +50,7 @@ def detect_format(sources: Sequence[Source], wanted: str) -> RowFormat:
             raise DataError(_misfit(source, choices, found))
         decided = chosen or decided
     if decided is None:
-        raise DataError(
-            f"none of the first rows of {', '.join(s.name for s in sources)} can be read{_why(sources)}"
-        )
+        raise DataError(f"none of the first rows of {', '.join(s.name for s in sources)} can be read{_why(sources)}")
     return "messages" if decided == "messages" else "text"
 
 
@@ -112,11 +110,7 @@ def _check_content(message: Message, where: str) -> None:
             raise UnusableRow("a message has no content", f"{where} ({message['role']})")
     elif isinstance(content, list):
         for part in content:
-            if (
-                not isinstance(part, dict)
-                or part.get("type") != "text"
-                or not isinstance(part.get("text"), str)
-            ):
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 raise UnusableRow('a content part is not {"type": "text", "text": ...}', where)
     elif not isinstance(content, str):
         raise UnusableRow("a message's content is not text", f"{where}: {_kind(content)}")

@@ -42,11 +42,7 @@ class Share:
 
     def _collate(self, units: list[Unit]) -> Batch:
         documents = [self._order.dataset[index] for unit in units for index in unit]
-        return (
-            collate_packed(documents)
-            if self._order.packing
-            else collate_padded(documents, self._pad_token_id)
-        )
+        return collate_packed(documents) if self._order.packing else collate_padded(documents, self._pad_token_id)
 
 
 class Loader:

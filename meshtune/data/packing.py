@@ -15,9 +15,7 @@ _WINDOW = 4096
 _PACKS_IN_WINDOW = 64
 
 
-def pack(
-    lengths: Sequence[int] | np.ndarray, capacity: int, order: Sequence[int] | np.ndarray
-) -> list[list[int]]:
+def pack(lengths: Sequence[int] | np.ndarray, capacity: int, order: Sequence[int] | np.ndarray) -> list[list[int]]:
     """Return packs of documents: every document of `order` once, no pack longer than `capacity` tokens.
 
     Documents are packed inside consecutive windows of the order, so that a pack holds documents that were
@@ -37,9 +35,7 @@ def pack(
     sizes = np.asarray(lengths, dtype=np.int64)[indices]
     if len(sizes) and sizes.max() > capacity:
         worst = int(sizes.argmax())
-        raise DataError(
-            f"document {indices[worst]} has {sizes[worst]} tokens; a pack holds at most {capacity}"
-        )
+        raise DataError(f"document {indices[worst]} has {sizes[worst]} tokens; a pack holds at most {capacity}")
     mean = max(1.0, float(sizes.mean())) if len(sizes) else 1.0
     window = max(_WINDOW, int(_PACKS_IN_WINDOW * capacity / mean))
     packs: list[list[int]] = []

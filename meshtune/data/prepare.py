@@ -83,9 +83,7 @@ def prepare_validation(
     if section.validation_path is None:
         return None
     split = section.validation_split or "validation"
-    return prepare(
-        section, section.validation_path, tokenizer, max_seq_length, split=split, cache_dir=cache_dir
-    )
+    return prepare(section, section.validation_path, tokenizer, max_seq_length, split=split, cache_dir=cache_dir)
 
 
 def preview(
@@ -106,9 +104,7 @@ def preview(
     rows_encoder = encoder(row_format, tokenizer)
     report = _new_report(sources, row_format, max_seq_length)
     first = (row for source in sources for row in islice(source.rows(), rows))
-    lengths = [
-        len(d.input_ids) for part in _documents(first, rows_encoder, section.overlong, report) for d in part
-    ]
+    lengths = [len(d.input_ids) for part in _documents(first, rows_encoder, section.overlong, report) for d in part]
     if lengths:
         _finish(report, lengths, rows_encoder)
     return report
@@ -179,9 +175,7 @@ def _finish(report: DataReport, lengths: Sequence[int], rows_encoder: Encoder) -
     if not lengths:
         reasons = report.unusable_lines()
         if report.dropped_overlong:
-            reasons.append(
-                f"{report.dropped_overlong:,} rows longer than max_seq_length {report.max_seq_length:,}"
-            )
+            reasons.append(f"{report.dropped_overlong:,} rows longer than max_seq_length {report.max_seq_length:,}")
         told = "\n  ".join(reasons or ["there is no row"])
         raise DataError(f"{', '.join(report.sources)}: no row can be used to train on:\n  {told}")
     report.measure(lengths)

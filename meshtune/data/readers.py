@@ -46,9 +46,7 @@ def read_json(path: Path, name: str) -> Iterator[Row]:
     try:
         rows = json.loads(path.read_bytes().removeprefix(_UTF8_BOM).decode("utf-8"))
     except json.JSONDecodeError as error:
-        raise DataError(
-            f"{name}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
-        ) from error
+        raise DataError(f"{name}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{name}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
     for number, value in enumerate(rows):

@@ -102,13 +102,9 @@ class DataReport:
         if self.split:
             lines.append(f"{self.split:,} rows split into consecutive ones")
         if self.windows_without_target:
-            lines.append(
-                f"{self.windows_without_target:,} parts of split rows left out: nothing to learn in them"
-            )
+            lines.append(f"{self.windows_without_target:,} parts of split rows left out: nothing to learn in them")
         if self.dropped_overlong:
             lines.append(f"{self.dropped_overlong:,} rows dropped: longer than max_seq_length")
         if self.tokens_left_out:
-            lines.append(
-                f"{self.tokens_left_out:,} tokens left out of rows too long or with nothing to learn"
-            )
+            lines.append(f"{self.tokens_left_out:,} tokens left out of rows too long or with nothing to learn")
         return lines

@@ -31,16 +31,12 @@ class DataSection(Section):
     validation_split: str | None = Field(
         default=None, description="Split of a hub id to validate on (default: validation). Hub ids only."
     )
-    hub_config: str | None = Field(
-        default=None, description="Configuration (subset) of a hub id. Hub ids only."
-    )
+    hub_config: str | None = Field(default=None, description="Configuration (subset) of a hub id. Hub ids only.")
     format: Format = Field(
         default="auto",
         description="`messages` (OpenAI chat rows), `text` (plain text rows), or `auto`: by the columns.",
     )
-    shuffle: bool = Field(
-        default=True, description="Permute the rows each epoch, by the seed; false: file order."
-    )
+    shuffle: bool = Field(default=True, description="Permute the rows each epoch, by the seed; false: file order.")
     packing: bool = Field(
         default=False,
         description="Pack rows, isolated from each other, up to max_seq_length; no padding is computed.",

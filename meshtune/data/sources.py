@@ -89,11 +89,7 @@ class HubSource:
 
 def is_hub_id(path: str) -> bool:
     """Tell whether a path names a hub data set: `org/name`, no such local path, no data suffix."""
-    return (
-        bool(_HUB_ID.fullmatch(path))
-        and Path(path).suffix.lower() not in _READERS
-        and not Path(path).exists()
-    )
+    return bool(_HUB_ID.fullmatch(path)) and Path(path).suffix.lower() not in _READERS and not Path(path).exists()
 
 
 def open_sources(paths: str | list[str], split: str = "train", hub_config: str | None = None) -> list[Source]:

@@ -56,8 +56,7 @@ class Writer:
             self._temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name[:16]}-", dir=folder.parent))
         except OSError as error:
             raise DataError(
-                f"the data cache {folder.parent} cannot be written ({error}); "
-                "set MESHTUNE_CACHE to one that can"
+                f"the data cache {folder.parent} cannot be written ({error}); set MESHTUNE_CACHE to one that can"
             ) from error
         self._input_ids = (self._temporary / _ARRAYS[0]).open("wb")
         self._supervised = (self._temporary / _ARRAYS[1]).open("wb")

@@ -29,9 +29,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values()
         self._added = _any_of(token.content for token in added)
-        self._special = _any_of(
-            [token.content for token in added if token.special] + tokenizer.all_special_tokens
-        )
+        self._special = _any_of([token.content for token in added if token.special] + tokenizer.all_special_tokens)
         self.header = self._generation_header()
 
     def render(self, messages: list[Message], tools: list[Any] | None, prompt: bool = False) -> str:
@@ -43,9 +41,7 @@ class ChatTemplate:
                 messages, tools=tools, tokenize=False, add_generation_prompt=prompt
             )
         except Exception as error:  # a template may raise anything: its own refusals, type and key errors
-            raise UnusableRow(
-                "the chat template refuses the row", f"{type(error).__name__}: {error}"
-            ) from error
+            raise UnusableRow("the chat template refuses the row", f"{type(error).__name__}: {error}") from error
 
     def accepted(self, conversation: Conversation) -> tuple[Conversation, str]:
         """Return the first equivalent shape of a conversation that the template renders in full, and the
@@ -59,7 +55,7 @@ class ChatTemplate:
         for shape in _shapes(conversation):
             try:
                 text = self.render(shape.messages, shape.tools)
-                pass
+                _check_shown(shape.messages, text)
                 return shape, text
             except UnusableRow as complaint:
                 complaints.append(complaint)

@@ -23,17 +23,13 @@ class TextEncoder:
         """Return each row's tokens, or why it has none."""
         texts = [or_problem(_checked_text, row) for row in rows]
         usable = [text for text in texts if isinstance(text, str)]
-        ids = iter(
-            self._tokenizer(usable, return_attention_mask=False, verbose=False)["input_ids"] if usable else []
-        )
+        ids = iter(self._tokenizer(usable, return_attention_mask=False, verbose=False)["input_ids"] if usable else [])
         return [text if isinstance(text, RowProblem) else self._encoded(next(ids)) for text in texts]
 
     def warnings(self) -> list[str]:
         """Return a warning if texts get no end of sequence, because the tokenizer names none."""
         if self._eos is None:
-            return [
-                "the tokenizer names no end-of-sequence token: the model will not learn where a text ends"
-            ]
+            return ["the tokenizer names no end-of-sequence token: the model will not learn where a text ends"]
         return []
 
     def _encoded(self, ids: list[int]) -> Encoded:

@@ -75,11 +75,7 @@ class TurnSpans:
     def _ending(self, rendered: Rendered, turn: int, content: int) -> int:
         kind, text = _kind(rendered, turn), rendered.text
         pattern = self._endings.get(kind)
-        if (
-            pattern is not None
-            and pattern.trusted
-            and text.startswith(pattern.inside + pattern.outside, content)
-        ):
+        if pattern is not None and pattern.trusted and text.startswith(pattern.inside + pattern.outside, content):
             return content + len(pattern.inside)
         end = _exact_ending(rendered, turn, content)
         after = text[end : end + _WINDOW]
@@ -112,9 +108,7 @@ def _exact_opening(rendered: Rendered, turn: int, floor: int, content: int) -> i
     shared = common_prefix(prompt, text)
     if shared >= len(before):
         return min(template.outside_token(text, shared), content)
-    return _after_header(
-        text, prompt[len(before) :], floor, content
-    )  # the template has rewritten earlier turns
+    return _after_header(text, prompt[len(before) :], floor, content)  # the template has rewritten earlier turns
 
 
 def _after_header(text: str, header: str, floor: int, content: int) -> int:

@@ -134,9 +134,7 @@ def _byte_level() -> Tokenizer:
     return tokenizer
 
 
-def byte_level(
-    template: str | None = None, eos: str = "<|im_end|>", **kwargs: Any
-) -> PreTrainedTokenizerFast:
+def byte_level(template: str | None = None, eos: str = "<|im_end|>", **kwargs: Any) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE tokenizer with one of the templates."""
     chat_template = TEMPLATES[template] if template else None
     return PreTrainedTokenizerFast(
@@ -177,9 +175,7 @@ def metaspace(template: str) -> PreTrainedTokenizerFast:
 def words(template: str | None = None, eos: str = "<end>") -> PreTrainedTokenizerFast:
     """Return the toy tokenizer: <bos> 0, <u> 1, <a> 2, <s> 3, <end> 4, <eos> 5, <pad> 6, hi 7, ok 8."""
     tokens = ["<bos>", "<u>", "<a>", "<s>", "<end>", "<eos>", "<pad>", "hi", "ok", "<unk>"]
-    inner = Tokenizer(
-        models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<unk>")
-    )
+    inner = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner, bos_token="<bos>", eos_token=eos, pad_token="<pad>", unk_token="<unk>"

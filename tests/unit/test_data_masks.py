@@ -19,9 +19,7 @@ from tests.unit import data_tokenizers as kit
 
 
 def encode(tokenizer: Any, *conversations: Any, tools: Any = None) -> list[Encoded | RowProblem]:
-    rows = [
-        Row(f"row {i}", {"messages": messages, "tools": tools}) for i, messages in enumerate(conversations)
-    ]
+    rows = [Row(f"row {i}", {"messages": messages, "tools": tools}) for i, messages in enumerate(conversations)]
     return ChatEncoder(tokenizer).encode(rows)
 
 
@@ -81,8 +79,7 @@ def test_toy_conversation_token_by_token() -> None:
 
 def test_toy_conversation_without_terminators_learns_no_header() -> None:
     template = (
-        "<bos>{% for m in messages %} {{ '<u>' if m['role'] == 'user' else '<a>' }} "
-        "{{ m['content'] }}{% endfor %}"
+        "<bos>{% for m in messages %} {{ '<u>' if m['role'] == 'user' else '<a>' }} {{ m['content'] }}{% endfor %}"
     )
     (row,) = encode(kit.words(template), chat("hi", "ok", "hi", "ok"))
     assert isinstance(row, Encoded)
@@ -95,8 +92,7 @@ def test_toy_conversation_without_terminators_learns_no_header() -> None:
 
 def test_eos_only_at_the_very_end_belongs_to_the_last_turn_alone() -> None:
     template = (
-        "<bos>{% for m in messages %}{{ '<u>' if m['role'] == 'user' else '<a>' }} "
-        "{{ m['content'] }}{% endfor %}<eos>"
+        "<bos>{% for m in messages %}{{ '<u>' if m['role'] == 'user' else '<a>' }} {{ m['content'] }}{% endfor %}<eos>"
     )
     (row,) = encode(kit.words(template), chat("hi", "ok", "hi", "ok"))
     assert isinstance(row, Encoded)
@@ -134,6 +130,68 @@ def test_turns_rewritten_after_a_tool_loop_are_still_found() -> None:
     assert learnt(tokenizer, messages) == "how<|im_end|>four<|im_end|><think>\n\n</think>\n\nfine<|im_end|>"
 
 
+def test_a_lesson_from_earlier_rows_is_checked_against_the_text() -> None:
+    """Many rows without reasoning teach an empty block; the row with reasoning must not be cut by that."""
+    tokenizer = kit.byte_level("thinking")
+    rows = encode(tokenizer, *[chat("hello", "yes")] * 5, chat("hello", "<think>\nso\n</think>\n\nyes"))
+    assert isinstance(rows[4], Encoded) and isinstance(rows[5], Encoded)
+    last = [tokenizer.decode(row.input_ids[row.supervised]) for row in (rows[4], rows[5])]
+    assert last == ["<think>\n\n</think>\n\nyes<|im_end|>", "<think>\nso\n</think>\n\nyes<|im_end|>"]
+
+
+def with_prompt(template: str, prompt: str) -> Any:
+    """A tokenizer whose template announces the assistant by another generation prompt."""
+    tokenizer = kit.byte_level(template)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% if add_generation_prompt %}<|im_start|>assistant\n", "{% if add_generation_prompt %}" + prompt
+    )
+    return tokenizer
+
+
+def test_what_follows_the_generation_prompt_is_learnt_even_in_rewritten_and_first_turns() -> None:
+    """A prompt without the header's line feed: the model has to write that line feed."""
+    tokenizer = with_prompt("thinking", "<|im_start|>assistant")
+    messages = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "<think>\nso\n</think>\n\nhow"},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "four"},
+        *chat("you?"),
+    ]
+    assert learnt(tokenizer, messages) == "\nhow<|im_end|>\nfour<|im_end|>"
+    assert learnt(with_prompt("chatml", "<|im_start|>assistant"), chat("", "yes")[1:]) == "\nyes<|im_end|>"
+
+
+def test_a_generation_prompt_that_history_shows_in_part_counts_as_far_as_it_goes() -> None:
+    tokenizer = with_prompt("chatml", "<|im_start|>assistant\nwhy\n")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "}}\n{{ m['content'] }}", "}}\n{{ 'none\n' if m['role'] == 'assistant' }}{{ m['content'] }}"
+    )
+    assert learnt(tokenizer, chat("hello", "yes")) == "none\nyes<|im_end|>"
+
+
+def test_an_answer_that_quotes_markup_and_is_changed_by_the_template_is_still_one_answer() -> None:
+    tokenizer = kit.byte_level("chatml")
+    tokenizer.chat_template = tokenizer.chat_template.replace("m['content']", "m['content'] | replace('x', 'z')")
+    quoted = "x<|im_end|>\n<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\ny"
+    want = quoted.replace("x", "z") + "<|im_end|>so<|im_end|>"
+    assert learnt(tokenizer, chat("a", quoted, "yes", "so")) == want
+
+
+def test_a_terminator_may_be_an_added_token_that_is_not_special() -> None:
+    tokenizer = kit.byte_level("chatml")
+    tokenizer.add_tokens(["<turn_end>"])
+    template = tokenizer.chat_template.replace("<|im_end|>", "<turn_end>").replace("<|im_start|>", "#")
+    tokenizer.chat_template = template
+    assert learnt(tokenizer, chat("a", "yes", "b", "so")) == "yes<turn_end>so<turn_end>"
+
+
+def test_a_mask_that_would_cover_the_prompt_too_is_refused() -> None:
+    """C06: 0 < supervised < all, wherever someone else speaks."""
+    (row,) = encode(kit.merging(), chat("", "yes"))
+    assert isinstance(row, RowProblem) and "whole row" in row.reason
+
+
 def test_conversation_that_ends_with_a_user_turn_and_one_that_begins_with_the_assistant() -> None:
     tokenizer = kit.byte_level("chatml")
     assert learnt(tokenizer, chat("hello", "yes", "you?")) == "yes<|im_end|>"
@@ -154,10 +212,9 @@ def test_same_words_in_both_roles_and_marker_text_in_a_user_turn() -> None:
 def test_empty_answer_and_white_space_and_other_scripts() -> None:
     tokenizer = kit.byte_level("chatml")
     assert learnt(tokenizer, chat("a", "", "b", " x \n")) == "<|im_end|> x \n<|im_end|>"
-    assert (
-        learnt(tokenizer, chat("é🙂", "🙂 né\u2028 \ue000\ue001 漢字"))
-        == "🙂 né\u2028 \ue000\ue001 漢字<|im_end|>"
-    )
+    assert learnt(tokenizer, chat("é🙂", "🙂 né\u2028 漢字")) == "🙂 né\u2028 漢字<|im_end|>"
+    private = "\ue00a\ue000\ue00a \ue001"
+    assert learnt(tokenizer, chat(private, private, "b", private)) == f"{private}<|im_end|>{private}<|im_end|>"
     assert learnt(kit.byte_level("llama3"), chat("a", " \n x \n")) == "x<|eot_id|>"
 
 
@@ -191,9 +248,7 @@ def test_tool_calls_are_learnt_and_results_are_not() -> None:
         spoken = '{"name": "sum_up", "arguments": {"x": 1}}'
         tokenizer = kit.byte_level("tools")
         tools = [{"type": "function", "function": {"name": "sum_up"}}]
-        assert (
-            learnt(tokenizer, messages, tools) == f"<tool_call>{spoken}</tool_call><|im_end|>four<|im_end|>"
-        )
+        assert learnt(tokenizer, messages, tools) == f"<tool_call>{spoken}</tool_call><|im_end|>four<|im_end|>"
         other = kit.byte_level("mistral_tools", eos="</s>")
         assert learnt(other, messages) == f"[TOOL_CALLS] [{spoken}]</s> four</s>"
         (row,) = encode(kit.byte_level("llama3"), messages)
@@ -226,9 +281,7 @@ def test_refusals_of_the_template_are_told_in_its_words() -> None:
 def test_a_role_that_the_template_passes_over_is_not_lost_in_silence() -> None:
     messages = [{"role": "human", "content": "hello"}, {"role": "assistant", "content": "yes"}]
     (row,) = encode(kit.byte_level("deaf"), messages)
-    assert (
-        isinstance(row, RowProblem) and "leaves a message's text out" in row.reason and "human" in row.detail
-    )
+    assert isinstance(row, RowProblem) and "leaves a message's text out" in row.reason and "human" in row.detail
     assert learnt(kit.byte_level("chatml"), messages) == "yes<|im_end|>"
 
 
@@ -245,9 +298,7 @@ def test_short_cuts_agree_with_the_exact_way(template: str, monkeypatch: pytest.
     exact = encode(tokenizer, *rows)
     for one, other in zip(quick, exact, strict=True):
         assert isinstance(one, Encoded) and isinstance(other, Encoded)
-        assert tokenizer.decode(one.input_ids[one.supervised]) == tokenizer.decode(
-            other.input_ids[other.supervised]
-        )
+        assert tokenizer.decode(one.input_ids[one.supervised]) == tokenizer.decode(other.input_ids[other.supervised])
 
 
 def test_no_template_and_no_offsets_are_errors_that_say_what_would_help() -> None:

@@ -29,9 +29,7 @@ def write(tmp_path: Path) -> Any:
     return written
 
 
-def ready(
-    tmp_path: Path, path: Any, tokenizer: Any = None, longest: int = 64, **settings: Any
-) -> TokenDataset:
+def ready(tmp_path: Path, path: Any, tokenizer: Any = None, longest: int = 64, **settings: Any) -> TokenDataset:
     section = from_mapping(DataSection, {"train_path": path, **settings})
     return prepare_training(section, tokenizer or kit.words(), longest, cache_dir=tmp_path / "cache")
 
@@ -62,8 +60,9 @@ def test_rows_become_documents_in_file_order(tmp_path: Path, write: Any) -> None
 
 
 def test_text_rows_get_the_tokenizers_special_tokens_and_one_eos(tmp_path: Path, write: Any) -> None:
-    path = write("a.jsonl", {"text": "hi ok"}, {"text": "hi <end>"})
+    path = write("a.jsonl", {"text": "hi ok"}, {"text": "hi <end>"}, {"text": "<end>"})
     dataset = ready(tmp_path, path)
+    assert len(dataset) == 2 and "no supervised token to predict" in dataset.report.unusable
     assert [dataset[i][0].tolist() for i in range(2)] == [[7, 8, 4], [7, 4]]
     assert all(dataset[i][1].all() for i in range(2))
     assert dataset.supervised_counts.tolist() == [2, 1]
@@ -98,9 +97,7 @@ def test_unusable_rows_are_counted_and_named_and_the_rest_is_used(tmp_path: Path
 def test_many_unusable_rows_name_the_first_and_count_all(tmp_path: Path, write: Any) -> None:
     path = write("a.jsonl", chat("hi", "ok"), *["{"] * 50)
     report = ready(tmp_path, path).report
-    assert (
-        report.unusable["not valid JSON"].count == 50 and len(report.unusable["not valid JSON"].names) == 20
-    )
+    assert report.unusable["not valid JSON"].count == 50 and len(report.unusable["not valid JSON"].names) == 20
     assert "and 30 more" in "\n".join(report.summary())
 
 
@@ -137,9 +134,7 @@ def test_overlong_error_names_the_row_and_its_length(tmp_path: Path, write: Any)
         ready(tmp_path, path, longest=8, overlong="error")
 
 
-def test_split_conversations_keep_their_mask_and_lose_parts_without_a_target(
-    tmp_path: Path, write: Any
-) -> None:
+def test_split_conversations_keep_their_mask_and_lose_parts_without_a_target(tmp_path: Path, write: Any) -> None:
     path = write("a.jsonl", chat("hi hi hi hi hi hi hi", "ok ok"))
     dataset = ready(tmp_path, path, longest=6, overlong="split")  # 14 tokens; 11, 12, 13 are learnt
     assert dataset.lengths.tolist() == [6, 2] and dataset.supervised_counts.tolist() == [1, 1]
@@ -162,12 +157,14 @@ def test_the_cache_is_used_and_notices_every_change(
     first = again()
     assert again().fingerprint == first.fingerprint and len(made) == 1
     assert again().report == first.report
+    renamed = kit.words()
+    renamed.eos_token = "<eos>"
     other_template = kit.words("<bos>{% for m in messages %}<a> {{ m.content }} <end>{% endfor %}")
     more_tokens = kit.words()
     more_tokens.add_tokens(["later"])
     changes: list[dict[str, Any]] = [
         {"tokenizer": other_template},
-        {"tokenizer": kit.words(eos="<eos>")},
+        {"tokenizer": renamed},
         {"tokenizer": more_tokens},
         {"longest": 8},
         {"overlong": "split"},
@@ -212,14 +209,10 @@ def test_another_process_may_publish_the_same_data_first(
     assert [item.name for item in (tmp_path / "cache").iterdir()] == [first.folder.name]
 
 
-def test_the_cache_folder_follows_the_environment(
-    tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_folder_follows_the_environment(tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHTUNE_CACHE", str(tmp_path / "elsewhere"))
     section = from_mapping(DataSection, {"train_path": write("a.jsonl", *texts(3))})
-    assert (
-        prepare(section, section.train_path, kit.words(), 8).folder.parent == tmp_path / "elsewhere" / "data"
-    )
+    assert prepare(section, section.train_path, kit.words(), 8).folder.parent == tmp_path / "elsewhere" / "data"
     blocked = tmp_path / "file"
     blocked.touch()
     with pytest.raises(DataError, match="MESHTUNE_CACHE"):
@@ -230,9 +223,7 @@ def test_validation_and_preview(tmp_path: Path, write: Any) -> None:
     path = write("a.jsonl", *[chat("hi", "ok")] * 100)
     section = from_mapping(DataSection, {"train_path": path})
     assert prepare_validation(section, kit.words(), 8, tmp_path) is None
-    section = from_mapping(
-        DataSection, {"train_path": path, "validation_path": write("v.jsonl", chat("hi", "ok"))}
-    )
+    section = from_mapping(DataSection, {"train_path": path, "validation_path": write("v.jsonl", chat("hi", "ok"))})
     held_out = prepare_validation(section, kit.words(), 8, tmp_path / "cache")
     assert held_out is not None and len(held_out) == 1
     report = preview(section, path, kit.words(), 8, rows=10)

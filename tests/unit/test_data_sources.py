@@ -99,9 +99,7 @@ def test_what_is_no_data_file_is_refused_at_once_and_all_together(tmp_path: Path
     with pytest.raises(DataError) as error:
         open_sources(paths)
     lines = str(error.value).splitlines()
-    for line, words in zip(
-        lines, ["no such file", "is empty", "suffix .csv", "patterns", "is a folder"], strict=True
-    ):
+    for line, words in zip(lines, ["no such file", "is empty", "suffix .csv", "patterns", "is a folder"], strict=True):
         assert words in line
     assert "hub id" in lines[0] and ".parquet" in lines[0]
     with pytest.raises(DataError, match="no data file"):
@@ -150,9 +148,7 @@ def test_format_is_decided_by_columns_and_a_misfit_names_file_and_columns(tmp_pa
         detect_format(open_sources([str(chat), str(wrong)]), "auto")
     for words in (str(wrong), "`messages`", "`conversations`, `id`", "rename"):
         assert words in str(error.value)
-    with pytest.raises(
-        DataError, match=r"text\.jsonl: wanted a column `messages`, found `text`, `n`, `other`"
-    ):
+    with pytest.raises(DataError, match=r"text\.jsonl: wanted a column `messages`, found `text`, `n`, `other`"):
         detect_format(open_sources([str(text)]), "messages")
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{\n")
