@@ -120,7 +120,9 @@ def _device(device: str | None, local_rank: int) -> torch.device:
             raise LayoutError(f"device {device} was asked for, but torch sees no GPU on this machine")
         index = chosen.index if chosen.index is not None else local_rank
         if index >= torch.cuda.device_count():
-            raise LayoutError(f"rank with local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()} here")
+            raise LayoutError(
+                f"rank with local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()} here"
+            )
         chosen = torch.device("cuda", index)
         torch.cuda.set_device(chosen)
     return chosen

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshtune.checkpoint import checkpoint
-from meshtune.checkpoint.folder import Complete
 from meshtune.data.loader import Loader, validation_batches
 from meshtune.data.order import GlobalOrder
 from meshtune.layout import Plan, Rule
@@ -28,10 +27,8 @@ if TYPE_CHECKING:
     from meshtune.recipes.run import Setup
 
 
-def build_model(
-    setup: Setup, weights: Mapping[str, torch.Tensor] | None, skip_values: bool
-) -> tuple[CausalLM, Parallel]:
-    """Meta model, plan, shards, weights. With `skip_values` parameters are left for a checkpoint to fill."""
+def build_model(setup: Setup, weights: Mapping[str, torch.Tensor] | None) -> tuple[CausalLM, Parallel]:
+    """Meta model, plan, shards, weights. Of a run that is resumed, the checkpoint will fill the parameters."""
     source, device = setup.plan.source, setup.world.device
     training = setup.recipe.training
     dtype = torch.bfloat16 if setup.precision == "bf16" else torch.float32
@@ -40,7 +37,7 @@ def build_model(
     root = CausalLM(model)
     plan = Plan(tuple(Rule(name) for name in hf.unit_names(model)))
     shard(root, model, setup.layout, plan, settings)
-    if skip_values:
+    if setup.resume is not None:
         initialize(model, None, device)
     elif weights is not None:
         initialize(model, None, device)
@@ -52,9 +49,7 @@ def build_model(
     return root, replicate(root, setup.layout, settings)
 
 
-def assemble(
-    setup: Setup, parallel: Parallel, stop: SignalStop, resume: Complete | None
-) -> tuple[Fit, TrainState, Reporter]:
+def assemble(setup: Setup, parallel: Parallel, stop: SignalStop) -> tuple[Fit, TrainState, Reporter]:
     """Optimizer, order, checkpoints and the reporter, and the state that a checkpoint left."""
     recipe, layout, device = setup.recipe, setup.layout, setup.world.device
     model = setup.model.model
@@ -65,11 +60,19 @@ def assemble(
     keeper = checkpoint.Checkpointer(setup.run, model, optimizer, recipe.checkpoint.keep)
     setup.world.from_first(lambda: checkpoint.check_space(setup.run, checkpoint.bytes_needed(model, optimizer)))
     state = TrainState()
-    if resume is not None:
-        state = TrainState.from_dict(keeper.load(resume.path)["state"])
+    if setup.resume is not None:
+        state = TrainState.from_dict(keeper.load(setup.resume.path)["state"])
         loader.load_state_dict(state.loader)
     step = TrainStep(
-        parallel, setup.model, next_token, optimizer, layout, device, recipe.training.max_grad_norm, recipe.seed, stop
+        parallel,
+        setup.model,
+        next_token,
+        optimizer,
+        layout,
+        device,
+        recipe.training.max_grad_norm,
+        recipe.seed,
+        stop,
     )
     parts = Fit(
         step=step,
@@ -113,6 +116,7 @@ def _saver(setup: Setup, keeper: checkpoint.Checkpointer, total_steps: int) -> A
             "state": state.as_dict(),
             "data": setup.train_data.fingerprint,
             "layout": setup.layout.describe(),
+            "precision": setup.precision,
             "total_steps": total_steps,
         }
         path = keeper.save(state.step, facts)

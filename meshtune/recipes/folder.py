@@ -77,7 +77,9 @@ def changes(before: Recipe, now: Recipe) -> list[str]:
     refused = [_line(change) for change in differing if not _under(change[0], _DECLARED)]
     if refused:
         raise CheckpointError(
-            "the run folder was made by another recipe: " + "; ".join(refused) + ". Restore these, or name another checkpoint.dir"
+            "the run folder was made by another recipe: "
+            + "; ".join(refused)
+            + ". Restore these, or name another checkpoint.dir"
         )
     return [_line(change) for change in differing]
 
@@ -85,7 +87,9 @@ def changes(before: Recipe, now: Recipe) -> list[str]:
 def _differences(before: Any, now: Any, path: str = "") -> list[tuple[str, Any, Any]]:
     if isinstance(before, dict) and isinstance(now, dict):
         keys = list(dict.fromkeys([*before, *now]))
-        return [d for key in keys for d in _differences(before.get(key), now.get(key), f"{path}.{key}" if path else key)]
+        return [
+            d for key in keys for d in _differences(before.get(key), now.get(key), f"{path}.{key}" if path else key)
+        ]
     return [] if before == now else [(path, before, now)]
 
 
@@ -96,3 +100,11 @@ def _under(path: str, prefixes: tuple[str, ...]) -> bool:
 def _line(change: tuple[str, Any, Any]) -> str:
     path, before, now = change
     return f"{path} was {before!r}, is {now!r}"
+
+
+def unused(name: str) -> str:
+    """`name`, or the first of `name-2`, `name-3`, ... that does not exist."""
+    path, number = name, 2
+    while Path(path).exists():
+        path, number = f"{name}-{number}", number + 1
+    return path

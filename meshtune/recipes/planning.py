@@ -47,7 +47,8 @@ def plan(recipe: Recipe, world_size: int, device_type: str = "cpu") -> Plan:
     if misfits:
         raise LayoutError("\n".join(misfits))
     length = _max_seq_length(recipe, source.max_positions)
-    return Plan(with_defaults(recipe), layout, sizes, source, load_tokenizer(recipe.model), length)
+    recipe = recipe if recipe.checkpoint.dir is not None else in_folder(recipe, default_folder(recipe))
+    return Plan(recipe, layout, sizes, source, load_tokenizer(recipe.model), length)
 
 
 def _max_seq_length(recipe: Recipe, positions: int | None) -> int:
@@ -62,10 +63,12 @@ def _max_seq_length(recipe: Recipe, positions: int | None) -> int:
     return wanted
 
 
-def with_defaults(recipe: Recipe) -> Recipe:
-    """The recipe with its run folder named: derived from the recipe, so that two recipes never share one by default."""
-    if recipe.checkpoint.dir is not None:
-        return recipe
+def default_folder(recipe: Recipe) -> str:
+    """A run folder's name, derived from the recipe, so that two recipes never share one by default."""
     model = recipe.model.name.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1]
-    folder = f"runs/{model}-{recipe.recipe}-{recipe_hash(recipe)[:8]}"
+    return f"runs/{model}-{recipe.recipe}-{recipe_hash(recipe)[:8]}"
+
+
+def in_folder(recipe: Recipe, folder: str) -> Recipe:
+    """The same recipe with its run folder named."""
     return recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"dir": folder})})

@@ -32,7 +32,9 @@ class Recipe(Section):
     data: DataSection = Field(description="What the model learns from.")
     training: TrainingSection = Field(description="How long, with what batches, at what precision.")
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="The optimizer.")
-    lr_scheduler: LRSchedulerSection = Field(default_factory=LRSchedulerSection, description="The learning rate's course.")
+    lr_scheduler: LRSchedulerSection = Field(
+        default_factory=LRSchedulerSection, description="The learning rate's course."
+    )
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection, description="What is kept, and where.")
     logging: LoggingSection = Field(default_factory=LoggingSection, description="What is recorded and shown.")
 

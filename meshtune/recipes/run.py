@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from meshtune.checkpoint import checkpoint, folder as checkpoint_folder
+from meshtune.checkpoint.folder import Complete
 from meshtune.errors import CheckpointError
 from meshtune.layout.world import World, connect
 from meshtune.recipes import folder, planning
@@ -43,19 +43,21 @@ def run(
     recipe: Recipe,
     device: str | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,
-    started: Any = None,
+    started: Callable[[], None] | None = None,
 ) -> tuple[RunResult, CausalLM]:
-    """Train on the ranks of this world. `weights` replace the checkpoint's (names and shapes of the model).
+    """Train on the ranks of this world. `weights` replace the checkpoint's (names and shapes of the model); as they may be
+    any, such a run gets a folder of its own unless the recipe names one.
 
     `started` is called once when setup is over and training begins: from then on an error is a failure in training.
     """
     world = connect(device)
     with SignalStop() as stop:
+        if weights is not None and recipe.checkpoint.dir is None:
+            recipe = planning.in_folder(
+                recipe, world.from_first(lambda: folder.unused(planning.default_folder(recipe)))
+            )
         setup = Setup(recipe, world)
-        parts, state, reporter = setup.parts(stop, weights)
-        if started is not None:
-            started()
-        return setup.train(parts, state, reporter), setup.model
+        return setup.train(stop, weights, started), setup.model
 
 
 class Setup:
@@ -67,29 +69,41 @@ class Setup:
         self.world = world
         self.plan: Plan = world.all_together(lambda: planning.plan(recipe, world.size, world.device.type))
         self.recipe = self.plan.recipe
+        self.run = Path(self.recipe.checkpoint.dir or "")
         self.layout = self.plan.layout.connect()
-        self.precision, self.peak_flops = world.from_first(lambda: choose_compute(self.recipe, world.device))
+        self.resume = world.from_first(lambda: folder.find_resume(self.recipe, self.run))
+        self.precision, self.peak_flops = world.from_first(self._choose_precision)
         self.attention: Attention = world.from_first(
             lambda: proofs.choose_attention(
-                self.plan.source, self.recipe.data.packing, world.device, compute_dtype(self.precision), cache_folder() / "proofs"
+                self.plan.source,
+                self.recipe.data.packing,
+                world.device,
+                compute_dtype(self.precision),
+                cache_folder() / "proofs",
             )
         )
         self.train_data, self.validation_data = world.each_node_first(lambda: prepare(self.plan))
-        self.run = Path(self.recipe.checkpoint.dir or "")
+        changes = world.from_first(self._open_folder)
+        if world.is_first:
+            print("\n".join(describe(self, changes)), flush=True)
 
-    def parts(self, stop: SignalStop, weights: Mapping[str, torch.Tensor] | None) -> tuple:
-        """The model in its shards, and everything else that the loop needs."""
+    def train(
+        self, stop: SignalStop, weights: Mapping[str, torch.Tensor] | None, started: Callable[[], None] | None
+    ) -> RunResult:
+        """Build the model in its shards and what surrounds it, run the loop, export."""
         from meshtune.recipes import assembly
-
-        resume = self._resume()
-        self._say_setup(resume)
-        self.model, parallel = assembly.build_model(self, weights, skip_values=resume is not None)
-        return assembly.assemble(self, parallel, stop, resume)
-
-    def train(self, parts: Any, state: TrainState, reporter: Any) -> RunResult:
         from meshtune.training.loop import fit
 
-        state = fit(parts, state, [reporter])
+        self.model, parallel = assembly.build_model(self, weights)
+        parts, state, reporter = assembly.assemble(self, parallel, stop)
+        if started is not None:
+            started()
+        if state.step < parts.total_steps:
+            state = fit(parts, state, [reporter])
+        else:
+            reporter.say(
+                f"nothing to do: {self.run} has {state.step} steps already, and the recipe asks for {parts.total_steps}"
+            )
         target = self.run / "export" if self.recipe.checkpoint.exports_at_end else None
         if target is not None:
             self.export(target)
@@ -105,62 +119,65 @@ class Setup:
         dtype = None if asked == "auto" else getattr(torch, asked)
         export(self.model.model, self.plan.source, self.plan.tokenizer, target, dtype)
 
-    def _resume(self) -> checkpoint_folder.Complete | None:
-        """The checkpoint to continue from; writes the run folder's facts, once it is known to be this recipe's."""
+    def _choose_precision(self) -> tuple[str, float | None]:
+        """What `auto` chose when a run began stays for all of it, wherever it is resumed."""
+        stored = self.resume.manifest.get("precision") if self.resume is not None else None
+        asked = self.recipe.training.precision
+        return choose_compute(stored if stored and asked == "auto" else asked, self.recipe, self.world.device)
 
-        def prepare_folder() -> checkpoint_folder.Complete | None:
-            resume = folder.find_resume(self.recipe, self.run)
-            if resume is not None:
-                self._check_resumable(resume)
-            facts = self.train_data.report.as_dict()
-            if self.validation_data is not None:
-                facts = {"train": facts, "validation": self.validation_data.report.as_dict()}
-            layout = {**self.layout.describe(), "attention": self.attention.description, "precision": self.precision}
-            folder.write_facts(self.run, self.recipe, layout, facts)
-            return resume
+    def _open_folder(self) -> list[str]:
+        """Check that a checkpoint belongs to this recipe and data, then write the run folder's facts. Returns what changes."""
+        changes = [] if self.resume is None else self._changes(self.resume)
+        data = self.train_data.report.as_dict()
+        if self.validation_data is not None:
+            data = {"train": data, "validation": self.validation_data.report.as_dict()}
+        layout = {
+            **self.layout.describe(),
+            "attention": self.attention.description,
+            "precision": self.precision,
+        }
+        folder.write_facts(self.run, self.recipe, layout, data)
+        return changes
 
-        return self.world.from_first(prepare_folder)
-
-    def _check_resumable(self, resume: checkpoint_folder.Complete) -> None:
-        made_by = resume.path.parent.parent
-        for line in folder.changes(folder.resolved_recipe(made_by), self.recipe):
-            print(f"resuming with a change: {line}", flush=True)
-        fingerprint = resume.manifest.get("data")
-        if fingerprint != self.train_data.fingerprint:
+    def _changes(self, resume: Complete) -> list[str]:
+        changes = folder.changes(folder.resolved_recipe(resume.path.parent.parent), self.recipe)
+        if resume.manifest.get("data") != self.train_data.fingerprint:
             raise CheckpointError(
                 f"{resume.path} was trained on other data (its rows, tokenizer or lengths have changed since); restore them, or "
                 "name another checkpoint.dir"
             )
-
-    def _say_setup(self, resume: checkpoint_folder.Complete | None) -> None:
-        if not self.world.is_first:
-            return
-        lines = [
-            f"run folder  {self.run}",
-            f"layout      {self.layout.summary()}",
-            f"batch       {self.plan.sizes.summary()}",
-            f"attention   {self.attention.description}" + self._chosen(self.recipe.model.attention),
-            f"precision   {self.precision} compute" + self._chosen(self.recipe.training.precision),
-            *(f"data        {line}" for line in self.train_data.report.summary()),
-        ]
-        if self.validation_data is not None:
-            lines += [f"validation  {line}" for line in self.validation_data.report.summary()]
-        if self.plan.source.master_dtype != _float32():
-            lines.append(f"WARNING     weights are held in {self.recipe.model.dtype}: updates below its rounding are lost")
-        if resume is not None:
-            lines.append(f"resuming    from {resume.path}, after step {resume.step}")
-        print("\n".join(lines), flush=True)
-
-    @staticmethod
-    def _chosen(asked: str) -> str:
-        return " (chosen by auto)" if asked == "auto" else ""
+        return changes
 
 
-def choose_compute(recipe: Recipe, device: torch.device) -> tuple[str, float | None]:
+def describe(setup: Setup, changes: list[str]) -> list[str]:
+    """What a run says of itself before it builds the model."""
+    recipe, plan = setup.recipe, setup.plan
+    lines = [
+        f"run folder  {setup.run}",
+        f"layout      {setup.layout.summary()}",
+        f"batch       {plan.sizes.summary()}",
+        f"attention   {setup.attention.description}{_by_auto(recipe.model.attention)}",
+        f"precision   {setup.precision} compute{_by_auto(recipe.training.precision)}",
+        *(f"data        {line}" for line in setup.train_data.report.summary()),
+    ]
+    if setup.validation_data is not None:
+        lines += [f"validation  {line}" for line in setup.validation_data.report.summary()]
+    if recipe.model.dtype == "bfloat16":
+        lines.append("WARNING     weights are held in bfloat16: updates below its rounding are lost")
+    if setup.resume is not None:
+        lines.append(f"resuming    from {setup.resume.path}, after step {setup.resume.step}")
+        lines += [f"changed     {line}" for line in changes]
+    return lines
+
+
+def _by_auto(asked: str) -> str:
+    return " (chosen by auto)" if asked == "auto" else ""
+
+
+def choose_compute(asked: str, recipe: Recipe, device: torch.device) -> tuple[str, float | None]:
     """The compute precision, and the peak FLOP/s of one device in it, for the MFU."""
     from meshtune.observe import choose_precision, device_peak_flops
 
-    asked = recipe.training.precision
     if asked == "auto" and recipe.model.dtype == "bfloat16":
         asked = "bf16"
     if asked != "auto" and device.type == "cuda":
@@ -184,9 +201,3 @@ def prepare(plan: Plan) -> tuple[TokenDataset, TokenDataset | None]:
     section, tokenizer, length = plan.recipe.data, plan.tokenizer, plan.max_seq_length
     cache = cache_folder() / "data"
     return prepare_training(section, tokenizer, length, cache), prepare_validation(section, tokenizer, length, cache)
-
-
-def _float32() -> torch.dtype:
-    import torch
-
-    return torch.float32
