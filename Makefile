@@ -33,7 +33,7 @@ lint: $(INSTALLED)
 	$(RUN) -m mypy
 
 $(INSTALLED): pyproject.toml
-	"$(PYTHON)" -m venv $(VENV)
+	$(RUN) -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv $(VENV)
 	$(RUN) -c "import torch" 2>/dev/null || $(RUN) -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[test]"
 	$(RUN) -c "import pathlib; pathlib.Path('$(INSTALLED)').touch()"

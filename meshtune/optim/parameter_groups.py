@@ -18,9 +18,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups for a torch optimizer: each trainable parameter once, in the order of the modules.
 
-    No decay on biases and normalisation weights, which means: fewer than two dimensions, or a name that ends
-    in "bias" (experts' biases are 2-D), or any parameter of a module whose class name contains "norm". A tied
-    parameter counts once, under its first module. DTensors of each mesh stand in groups of their own, because
+    No decay on biases and normalisation weights, which means: a name that ends in "bias" or contains "norm", or any
+    parameter of a module whose class name contains "norm", as transformers' Trainer decides. A tied parameter counts once, under its first module. DTensors of each mesh stand in groups of their own, because
     a fused kernel takes no mixture.
 
     Args:
@@ -40,7 +39,7 @@ def parameter_groups(
             if id(parameter) in seen or not parameter.requires_grad:
                 continue
             seen.add(id(parameter))
-            decay = weight_decay if _decays(module, name, parameter) else 0.0
+            decay = weight_decay if _decays(module, name) else 0.0
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             group = groups.setdefault((decay, mesh), {"params": [], "weight_decay": decay})
             group["params"].append(parameter)
@@ -52,6 +51,6 @@ def parameter_groups(
     return list(groups.values())
 
 
-def _decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    is_normalisation = "norm" in type(module).__name__.lower()
-    return parameter.ndim >= 2 and not is_normalisation and not name.endswith("bias")
+def _decays(module: nn.Module, name: str) -> bool:
+    is_normalisation = "norm" in type(module).__name__.lower() or "norm" in name.lower()
+    return not is_normalisation and not name.endswith("bias")

@@ -79,6 +79,8 @@ class Trainable(PreTrainedModel):
             if given.model.name != own.name:
                 raise RecipeError(f"model.name: the recipe names {given.model.name}, but this model is {own.name}")
             return given
+        if not isinstance(given, Mapping):
+            raise TypeError(f"train takes a bool, a mapping of recipe sections or a Recipe, not {type(given).__name__}")
         stated = dict(given.get("model") or {})
         if stated.get("name", own.name) != own.name:
             raise RecipeError(f"model.name: the recipe names {stated['name']}, but this model is {own.name}")

@@ -14,7 +14,7 @@ def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
     from meshtune.data.prepare import preview
 
     plan = planning.plan(recipe, world_size)
-    section = plan.recipe.data
+    section = plan.recipe.rows
     attention = choose_attention(plan.source, section.packing, torch.device("cpu"), torch.float32)
     lines = [
         plan.layout.summary(),

@@ -38,6 +38,13 @@ class Recipe(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection, description="What is kept, and where.")
     logging: LoggingSection = Field(default_factory=LoggingSection, description="What is recorded and shown.")
 
+    @property
+    def rows(self) -> DataSection:
+        """The data section, its `auto` format decided where the kind of recipe decides it: pretraining reads plain text."""
+        if self.recipe == "pretrain" and self.data.format == "auto":
+            return self.data.model_copy(update={"format": "text"})
+        return self.data
+
     def problems(self) -> Iterable[tuple[str, str]]:
         if self.training.eval_every_steps is not None and self.data.validation_path is None:
             yield "training.eval_every_steps", "has no effect without data.validation_path"

@@ -18,7 +18,9 @@ _LARGEST_DERIVED_BATCH = 8
 class TrainingSection(Section):
     """Length of the run, batch sizes, learning rate, precision."""
 
-    epochs: float | None = Field(None, gt=0, description="Passes over the training rows. 1 if `max_steps` is absent too.")
+    epochs: float | None = Field(
+        None, gt=0, description="Passes over the training rows. 1 if `max_steps` is absent too."
+    )
     max_steps: int | None = Field(
         None, gt=0, description="Optimizer steps. With `epochs`, training ends at whichever comes first."
     )
@@ -26,7 +28,9 @@ class TrainingSection(Section):
         None, gt=0, description="Rows (or packs) in one optimizer step, over all ranks and micro-batches."
     )
     per_device_batch_size: int | None = Field(
-        None, gt=0, description="Rows (or packs) in one micro-batch of one rank. Changes speed and memory, never the numbers."
+        None,
+        gt=0,
+        description="Rows (or packs) in one micro-batch of one rank. Changes speed and memory, never the numbers.",
     )
     learning_rate: float = Field(ge=0, description="Peak learning rate.")
     max_grad_norm: float | None = Field(
@@ -51,10 +55,10 @@ class TrainingSection(Section):
     def problems(self) -> Iterable[tuple[str, str]]:
         small, large = self.per_device_batch_size, self.global_batch_size
         if small is not None and large is not None and large % small:
+            multiples = sorted({max(large // small, 1) * small, (large // small + 1) * small})
             yield (
                 "global_batch_size",
-                f"{large} is not a multiple of per_device_batch_size {small}; "
-                f"write {max(large // small, 1) * small} or {(large // small + 1) * small}",
+                f"{large} is not a multiple of per_device_batch_size {small}; write {' or '.join(map(str, multiples))}",
             )
 
     def batch_sizes(self, ranks: int) -> BatchSizes:
@@ -65,7 +69,11 @@ class TrainingSection(Section):
             return BatchSizes(small * ranks, small, 1)
         unit = (small or 1) * ranks
         if large % unit:
-            each = f"per_device_batch_size {small} x {ranks} data-parallel ranks" if small else f"{ranks} data-parallel ranks"
+            each = (
+                f"per_device_batch_size {small} x {ranks} data-parallel ranks"
+                if small
+                else f"{ranks} data-parallel ranks"
+            )
             below = large // unit * unit
             nearest = f"{below} or {below + unit}" if below else str(unit)
             raise RecipeError(

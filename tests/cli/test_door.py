@@ -90,5 +90,7 @@ def test_a_typo_is_an_error_before_anything_is_loaded(tiny: Path) -> None:
         model.train({**settings(), "training": {"learning_rat": 1e-5}})
     with pytest.raises(RecipeError, match=r"model\.name"):
         model.train({**settings(), "model": {"name": "other"}})
+    with pytest.raises(TypeError, match="mapping"):
+        model.train("recipe.yaml")
     with pytest.raises(RecipeError, match="dtyp"):
         AutoModelForCausalLM.from_pretrained("tiny", dtyp="float32")

@@ -27,6 +27,7 @@ class Experts(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.sinks = nn.Parameter(torch.ones(3))
         self.embedding = nn.Embedding(5, 3)
         self.norm = nn.LayerNorm(3)
         self.other_norm = RMSNorm2d()
@@ -42,7 +43,7 @@ def test_decay_leaves_out_biases_and_normalisation_and_counts_tied_weights_once(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = {group["weight_decay"]: [names[id(p)] for p in group["params"]] for group in groups}
     assert found == {
-        0.1: ["embedding.weight", "experts.gate_up_proj"],
+        0.1: ["sinks", "embedding.weight", "experts.gate_up_proj"],
         0.0: [
             "norm.weight",
             "norm.bias",
