@@ -1,87 +1,110 @@
-"""Save and load model and optimizer with torch.distributed.checkpoint, sharded, on any number of ranks.
-
-Names are those of the transformers model, so a checkpoint of one layout loads into another.
-"""
+"""Save and load model and optimizer with torch.distributed.checkpoint, sharded, on any number of ranks."""
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from meshtune.checkpoint import folder
+from meshtune.checkpoint.state import OptimizerState, model_state, moments
 from meshtune.errors import CheckpointError
 
-_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+Stored = Mapping[str, TensorStorageMetadata | BytesStorageMetadata]
 
 
 class Checkpointer:
-    """Writes a run's checkpoints: beside, then renamed when complete. Every rank calls every method."""
+    """Writes a run's checkpoints: beside, then renamed when complete. Every rank calls every method.
+
+    Make it when the weights are in place and before the first step.
+    """
 
     def __init__(self, run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, keep: int | None):
-        self.run, self.model, self.optimizer, self.keep = run, model, optimizer, keep
+        self._run, self._model, self._keep = run, model, keep
+        self._optimizer = OptimizerState(model, optimizer)
+        self._nbytes = bytes_needed(model, optimizer)
 
     def save(self, step: int, facts: dict[str, Any]) -> Path:
-        """Write `checkpoints/step-<step>`; `facts` go to its manifest. Raises CheckpointError on every rank if any rank
-        could not write; the checkpoints before it stay."""
-        beside = folder.incomplete(self.run, step)
-        state = {"model": _model_state(self.model), "optimizer": _optimizer_state(self.model, self.optimizer)}
-        self._on_first_rank(lambda: _make_empty(beside), beside)
+        """Write `checkpoints/step-<step>`; `facts` go to its manifest.
+
+        Raises CheckpointError on every rank if any rank could not write. The checkpoints before it stay as they are
+        until it is complete; then those beyond `keep` go.
+        """
+        beside = self._on_first_rank(step, lambda: folder.begin(self._run, step))
+        reason = None
         try:
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(beside, sync_files=True))
-            reason = None
-        except Exception as error:
-            reason = _innermost(error)
-        _raise_everywhere(reason, beside)
-        self._on_first_rank(lambda: self._complete(beside, step, facts), beside)
-        return beside.with_name(f"step-{step}")
+            dcp.save(self._state(), storage_writer=dcp.FileSystemWriter(beside, sync_files=True))
+        except (CheckpointException, OSError) as error:
+            reason = _reason(error)
+        self._raise_together(step, reason, beside)
+        path = self._on_first_rank(step, lambda: folder.publish(beside, step, facts), beside)
+        self._on_first_rank(step, lambda: folder.retain(self._run, self._keep))
+        return path
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Fill model and optimizer from a complete checkpoint, whatever layout wrote it. Returns its manifest."""
+        """Fill model and optimizer from a complete checkpoint, whatever layout wrote it. Returns its manifest.
+
+        Raises CheckpointError naming every tensor that only one of them has.
+        """
         complete = folder.read(path)
-        state = {"model": _model_state(self.model), "optimizer": _optimizer_state(self.model, self.optimizer)}
-        _load(state, path)
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=_OPTIONS)
+        stored = _stored(path)
+        self._optimizer.make(stored)
+        _load(self._state(), path, stored)
         return complete.manifest
 
-    def _complete(self, beside: Path, step: int, facts: dict[str, Any]) -> None:
-        folder.write_manifest(beside, step, facts)
-        _sync(beside / folder.MANIFEST)
-        folder.publish(beside, step)
-        folder.retain(self.run, self.keep)
+    def _state(self) -> dict[str, Tensor]:
+        return {**model_state(self._model), **self._optimizer.tensors()}
 
-    def _on_first_rank(self, work: Callable[[], None], path: Path) -> None:
-        reason = None
+    def _on_first_rank(self, step: int, work: Callable[[], Any], beside: Path | None = None) -> Any:
+        """The result of `work` on rank 0, for every rank; every rank raises if it could not be done."""
+        outcome: list[Any] = [None, None]
         if dist.get_rank() == 0:
             try:
-                work()
+                outcome[0] = work()
             except OSError as error:
-                reason = str(error)
-        _raise_everywhere(reason, path)
+                outcome[1] = f"rank 0: {error}"
+        dist.broadcast_object_list(outcome, src=0)
+        self._raise_together(step, outcome[1], beside)
+        return outcome[0]
+
+    def _raise_together(self, step: int, reason: str | None, beside: Path | None) -> None:
+        """If any rank has a reason, every rank raises with the first one; what the attempt has written is removed."""
+        reasons: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(reasons, reason)
+        first = next((text for text in reasons if text), None)
+        if first is None:
+            return
+        if beside is not None and dist.get_rank() == 0:
+            folder.discard(beside)
+        dist.barrier()
+        path, free = folder.path_of(self._run, step), shutil.disk_usage(self._run).free
+        error = CheckpointError(
+            f"the checkpoint {path} could not be written: {first}. It needs about {self._nbytes:,} bytes, and the disk "
+            f"has {free:,} bytes free. The checkpoints before it are complete; the same command continues from them"
+        )
+        error.shared = True
+        raise error
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
     """Fill the parameters and persistent buffers of `model` from a complete checkpoint."""
     folder.read(path)
-    _load({"model": _model_state(model)}, path)
+    state = model_state(model)
+    _load(state, path, {name: entry for name, entry in _stored(path).items() if name.startswith("model.")})
 
 
 def bytes_needed(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """About how large a checkpoint of this run is, all ranks together: parameters and their optimizer state."""
-    moments = 2 if isinstance(optimizer, torch.optim.AdamW) else int(bool(optimizer.defaults.get("momentum")))
-    return sum(p.numel() * p.element_size() * (1 + moments * p.requires_grad) for p in model.parameters())
+    """About how large a checkpoint of this run is, all ranks together: parameters and their moments."""
+    each = moments(optimizer)
+    return sum(p.numel() * p.element_size() * (1 + each * p.requires_grad) for p in model.parameters())
 
 
 def check_space(run: Path, needed: int) -> None:
@@ -89,58 +112,49 @@ def check_space(run: Path, needed: int) -> None:
     free = shutil.disk_usage(run).free
     if free < needed:
         raise CheckpointError(
-            f"checkpoint.dir: one checkpoint needs about {needed:,} bytes, but the disk of {run} has {free:,} bytes free; "
-            "free some, or name another folder"
+            f"checkpoint.dir: one checkpoint needs about {needed:,} bytes, but the disk of {run} has {free:,} bytes "
+            "free; free some, or name another folder"
         )
 
 
-def _model_state(model: nn.Module) -> dict[str, Any]:
-    """Each tensor once: a tied copy is left out, and follows the one that it is tied to."""
-    tied = getattr(model, "all_tied_weights_keys", {})
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+def _stored(path: Path) -> Stored:
+    """Name to size and dtype of everything in a checkpoint."""
+    try:
+        return dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
-
-
-def _load(state: dict[str, Any], path: Path) -> None:
+def _load(state: dict[str, Tensor], path: Path, stored: Stored) -> None:
+    misfits = _misfits(state, stored)
+    if misfits:
+        raise CheckpointError(f"{path} does not fit this run's model or optimizer:\n  " + "\n  ".join(misfits))
     try:
         dcp.load(state, storage_reader=dcp.FileSystemReader(path))
-    except Exception as error:
-        raise CheckpointError(f"{path} does not fit this run's model or optimizer: {_innermost(error)}") from error
+    except (CheckpointException, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
 
 
-def _make_empty(beside: Path) -> None:
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+def _misfits(state: Mapping[str, Tensor], stored: Stored) -> list[str]:
+    found = [f"{name} is not in the checkpoint" for name in state if name not in stored]
+    found += [f"{name} is in the checkpoint only" for name in stored if name not in state]
+    for name, tensor in state.items():
+        entry = stored.get(name)
+        if isinstance(entry, TensorStorageMetadata):
+            there, here = (entry.properties.dtype, tuple(entry.size)), (tensor.dtype, tuple(tensor.shape))
+            if there != here:
+                found.append(f"{name} is {there[0]} {there[1]} in the checkpoint, {here[0]} {here[1]} in this run")
+    return found if len(found) <= 20 else [*found[:20], f"and {len(found) - 20} more"]
 
 
-def _raise_everywhere(reason: str | None, path: Path) -> None:
-    """If any rank has a reason, every rank raises with the first one."""
-    reasons: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)
-    first = next(((rank, text) for rank, text in enumerate(reasons) if text), None)
-    if first is not None:
-        free = shutil.disk_usage(path if path.exists() else path.parent if path.parent.exists() else Path.cwd()).free
-        error = CheckpointError(
-            f"rank {first[0]} could not write the checkpoint {path} ({free:,} bytes free): {first[1]}; "
-            "the checkpoints before it are complete"
-        )
-        error.shared = True
-        raise error
+def _reason(error: BaseException) -> str:
+    """torch wraps what went wrong on each rank; the first cause is what a user can act on.
 
-
-def _innermost(error: BaseException) -> str:
-    """torch wraps what went wrong on each rank; the cause is what a user can act on."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        wrapped = next(iter(failures.values()))
-        error = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
-
-
-def _sync(file: Path) -> None:
-    with file.open("rb+") as stream:
-        os.fsync(stream.fileno())
+    A signal that ended the process inside torch's wrapper goes on ending it.
+    """
+    for rank, (cause, _) in getattr(error, "failures", {}).items():
+        if not isinstance(cause, Exception):
+            raise cause
+        lines = [line for line in str(cause).splitlines() if line.strip()]
+        return f"rank {rank}: {lines[0] if lines else type(cause).__name__}"
+    return f"rank {dist.get_rank()}: {error}"

@@ -1,7 +1,8 @@
 """A run folder's checkpoints on disk: which are complete, which is newest, which may go.
 
-    checkpoints/step-12/             complete: has a manifest, and every file has the size that the manifest says
-    checkpoints/.step-18.incomplete/ being written, or left by a process that was killed; never read
+checkpoints/step-12/                complete: has a manifest, and every file has the size that the manifest says
+checkpoints/.step-18.x.incomplete/  being written, or left by a process that was killed; never read
+checkpoints/.step-24.superseded/    complete, of a course that was given up by resuming from an earlier step; never read
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshtune.checkpoint.durable import sync_folder, write_durably
 from meshtune.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -28,31 +31,25 @@ class Complete:
     manifest: dict[str, Any]
 
 
-def checkpoints(run: Path) -> list[Complete]:
-    """The complete checkpoints of a run folder, oldest first."""
-    found = []
+def survey(run: Path) -> tuple[list[Complete], list[str]]:
+    """The complete checkpoints of a run folder, oldest first, and why others that bear a checkpoint's name are not."""
+    complete, damaged = [], []
     for path in (run / "checkpoints").glob("step-*"):
         if re.fullmatch(r"step-\d+", path.name):
             try:
-                found.append(read(path))
-            except CheckpointError:
-                continue
-    return sorted(found, key=lambda c: c.step)
+                complete.append(read(path))
+            except CheckpointError as error:
+                damaged.append(str(error))
+    return sorted(complete, key=lambda c: c.step), sorted(damaged)
+
+
+def checkpoints(run: Path) -> list[Complete]:
+    """The complete checkpoints of a run folder, oldest first."""
+    return survey(run)[0]
 
 
 def newest(run: Path) -> Complete | None:
     return next(reversed(checkpoints(run)), None)
-
-
-def damaged(run: Path) -> list[tuple[Path, str]]:
-    """Folders that look like checkpoints but are not complete, and why."""
-    found = []
-    for path in sorted((run / "checkpoints").glob("step-*")):
-        try:
-            read(path)
-        except CheckpointError as error:
-            found.append((path, str(error)))
-    return found
 
 
 def read(path: Path) -> Complete:
@@ -61,43 +58,59 @@ def read(path: Path) -> Complete:
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{path} is not a complete checkpoint: it has no readable {MANIFEST}") from error
+        reason = f"it has no readable {MANIFEST}" if path.is_dir() else "there is no such folder"
+        raise CheckpointError(f"{path} is not a complete checkpoint: {reason}") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not a complete checkpoint: {file} is not JSON: {error}") from error
-    if manifest.get("format") != _FORMAT:
-        raise CheckpointError(f"{path} has checkpoint format {manifest.get('format')!r}; this version reads {_FORMAT}")
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else manifest
+        raise CheckpointError(f"{path} has checkpoint format {found!r}; this version reads {_FORMAT}")
     for name, size in manifest["files"].items():
         member = path / name
         actual = member.stat().st_size if member.is_file() else None
         if actual != size:
             state = "is missing" if actual is None else f"has {actual:,} bytes"
-            raise CheckpointError(f"{path} is not a complete checkpoint: {name} {state}, its manifest says {size:,} bytes")
+            raise CheckpointError(
+                f"{path} is not a complete checkpoint: {name} {state}, its manifest says {size:,} bytes"
+            )
     return Complete(path, int(manifest["step"]), manifest)
 
 
-def write_manifest(folder: Path, step: int, facts: dict[str, Any]) -> None:
-    """The last file of a checkpoint: what is in it, and the size of every file."""
-    files = {p.relative_to(folder).as_posix(): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+def path_of(run: Path, step: int) -> Path:
+    """Where the complete checkpoint of a step is, or will be."""
+    return run / "checkpoints" / f"step-{step}"
+
+
+def begin(run: Path, step: int) -> Path:
+    """A new, empty folder to write a checkpoint into. No process of an earlier run knows its name."""
+    beside = run / "checkpoints" / f".step-{step}.{uuid.uuid4().hex[:8]}.incomplete"
+    beside.mkdir(parents=True)
+    return beside
+
+
+def publish(beside: Path, step: int, facts: dict[str, Any]) -> Path:
+    """Write the manifest, the last file of a checkpoint, and give the folder its name.
+
+    All of it is on the disk when this returns. A folder of that name, from before a resume, makes room.
+    """
+    files = {p.relative_to(beside).as_posix(): p.stat().st_size for p in sorted(beside.rglob("*")) if p.is_file()}
     manifest = {"format": _FORMAT, "step": step, **facts, "files": files}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-
-
-def incomplete(run: Path, step: int) -> Path:
-    return run / "checkpoints" / f".step-{step}.incomplete"
-
-
-def publish(beside: Path, step: int) -> Path:
-    """Give a finished folder its name. A folder of that name, from before a resume, makes room first."""
-    final = beside.with_name(f"step-{step}")
+    write_durably(beside / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    sync_folder(beside)
+    final = path_of(beside.parent.parent, step)
+    old = beside.with_name(f".step-{step}.old")
     if final.exists():
-        old = beside.with_name(f".step-{step}.old")
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
-        beside.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        beside.rename(final)
+    beside.rename(final)
+    sync_folder(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def discard(beside: Path) -> None:
+    """Remove what a failed attempt has written, so that its room is free again."""
+    shutil.rmtree(beside, ignore_errors=True)
 
 
 def sweep(run: Path) -> None:
@@ -112,11 +125,24 @@ def sweep(run: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
+def set_aside(run: Path, step: int) -> list[Path]:
+    """Rename complete checkpoints beyond `step`, whose course is given up, so that none is newest, or in the way."""
+    moved = []
+    for later in checkpoints(run):
+        if later.step > step:
+            aside = later.path.with_name(f".{later.path.name}.superseded")
+            shutil.rmtree(aside, ignore_errors=True)
+            later.path.rename(aside)
+            moved.append(aside)
+    return moved
+
+
 def retain(run: Path, keep: int | None) -> None:
     """Remove the oldest complete checkpoints beyond `keep`; only ever called when a newer one is complete."""
     if keep is None:
         return
     for old in checkpoints(run)[:-keep]:
         doomed = old.path.with_name(f".{old.path.name}.incomplete")
+        shutil.rmtree(doomed, ignore_errors=True)
         old.path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)

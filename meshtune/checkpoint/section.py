@@ -23,17 +23,18 @@ class CheckpointSection(Section):
     keep: int | None = Field(3, ge=1, description="Newest checkpoints kept. null: all of them.")
     export: bool | Literal["final", "none", "all"] = Field(
         "final",
-        description="`final` (or true) writes `export/` in Hugging Face form at the end; `all` also one beside each checkpoint; "
-        "`none` (or false) none.",
+        description="`final` (or true) writes `export/` in Hugging Face form at the end; `all` also one beside each "
+        "checkpoint; `none` (or false) none.",
     )
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="`auto` keeps each tensor's dtype of the checkpoint that the model came from."
     )
     resume: bool | str = Field(
         "auto",
-        description="`auto` (or true) continues from the newest complete checkpoint of the run folder, if there is one; "
-        "`never` (or false) starts anew and refuses a run folder that holds checkpoints; "
-        "a path names a checkpoint (`.../checkpoints/step-N`) to continue from.",
+        description="`auto` (or true) continues from the newest complete checkpoint of the run folder, if there is "
+        "one; `never` (or false) starts anew and refuses a run folder that holds checkpoints; a path "
+        "(`.../checkpoints/step-N`) continues from that checkpoint, each time, and sets later ones of the run folder "
+        "aside.",
     )
 
     def problems(self) -> Iterable[tuple[str, str]]:

@@ -9,6 +9,7 @@ import typer
 from meshtune.cli.check import check
 from meshtune.cli.export import export
 from meshtune.cli.init import init
+from meshtune.cli.outcome import leave
 from meshtune.cli.schema import schema
 from meshtune.cli.train import train
 
@@ -33,11 +34,16 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
 
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    try:
+        app()
+    except SystemExit as leaving:
+        leave(leaving.code)

@@ -14,7 +14,9 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
     to: Annotated[Path, typer.Option(help="The folder to write, in Hugging Face form.")],
     step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: as the recipe says.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16. Default: as the recipe says.")
+    ] = None,
 ) -> None:
     """Write a checkpoint of RUN as a Hugging Face folder."""
     with exits():

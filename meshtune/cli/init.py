@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from meshtune.cli.outcome import exits
 
-_STARTER = {
+_STARTER: dict[str, Any] = {
     "recipe": "sft",
     "model": {"name": "Qwen/Qwen3-0.6B"},
     "distributed": {"strategy": "fsdp2"},
@@ -35,6 +35,9 @@ def init(
         if path.exists():
             raise RecipeError(f"{path} exists already; choose another name, or remove it")
         values = {**_STARTER, "checkpoint": {"dir": f"runs/{path.stem}", **_STARTER["checkpoint"]}}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(starter(Recipe, values), encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(starter(Recipe, values), encoding="utf-8")
+        except OSError as error:
+            raise RecipeError(f"{path} cannot be written: {error.strerror}") from error
         print(f"wrote {path}; next: meshtune check {path}")

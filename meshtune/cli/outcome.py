@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 from meshtune.errors import MeshtuneError
+from meshtune.launch.rank import first_to_say, report_exit
+
+# How long a rank of torchrun waits for rank 0 to say what all of them have to say: the first to leave ends the others.
+_AFTER_RANK_0_S = 1.0
 
 
 class Phase:
@@ -20,44 +29,107 @@ class Phase:
         self.training = True
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """What the user is told, and by whom: by rank 0 alone if it is `shared`; left to the launcher if `by_launcher`."""
+
+    code: int
+    text: str
+    shared: bool = False
+    by_launcher: bool = False
+
+
 @contextmanager
 def exits() -> Iterator[Phase]:
-    """Turn what is raised inside into a message and the process's exit code."""
-    from meshtune.launch.rank import report_exit
-
+    """Turn what is raised inside into a message and SystemExit with the command's exit code. SIGTERM leaves at once, as
+    Ctrl-C does, until training takes both over."""
     phase = Phase()
-    code = 0
+    previous = _on_sigterm(_leave_at_once)
     try:
         yield phase
-    except MeshtuneError as error:
-        code = 1 if phase.training else 2
-        _say(f"error: {error}", error.shared)
-    except KeyboardInterrupt:
-        code = 130
-        _say("interrupted", shared=True)
-    except Exception as error:
-        signum = getattr(error, "signum", None)
-        if signum is not None:
-            code = 128 + int(signum)
-            _say(f"{error}; run the same command again to continue", shared=True)
-        else:
-            code = 1 if phase.training else 2
-            _say(f"error: {type(error).__name__}: {error}\n{traceback.format_exc()}")
-    if code:
-        report_exit(code)
-        _leave(code)
+    except BaseException as error:
+        if isinstance(error, BrokenPipeError) or (isinstance(error, SystemExit) and not _signal_of(error)):
+            raise  # nobody reads on, as in `meshtune schema | head`; or the exit code stands already
+        failure = _failure(error, phase)
+        # The ranks of a failed run are ended one after another; this one has its message to say first.
+        _on_sigterm(signal.SIG_IGN)
+        _tell(failure)
+        raise SystemExit(failure.code) from error
+    finally:
+        _on_sigterm(previous)
 
 
-def _say(text: str, shared: bool = False) -> None:
-    """On standard error; what every rank has in common is said by rank 0 alone."""
+def _failure(error: BaseException, phase: Phase) -> _Failure:
+    code = 1 if phase.training else 2
+    if isinstance(error, MeshtuneError):
+        return _Failure(code, f"error: {error}", error.shared)
+    if isinstance(error, KeyboardInterrupt):
+        return _Failure(130, _left(signal.SIGINT, phase), shared=True)
+    if isinstance(error, SystemExit):
+        return _Failure(128 + _signal_of(error), _left(_signal_of(error), phase), shared=True)
+    signum = getattr(error, "signum", None)
+    if signum is not None:
+        return _Failure(128 + int(signum), f"{error}; run the same command again to continue", shared=True)
+    if _lost_a_peer(error):
+        return _Failure(code, f"lost contact with another rank ({_first_line(error)})", by_launcher=True)
+    trace = "".join(traceback.format_exception(error))
+    return _Failure(code, f"error: {type(error).__name__}: {error}\n{trace}")
+
+
+def _signal_of(error: SystemExit) -> int:
+    """The signal on which a handler raised this; 0 if it was none."""
+    return error.code - 128 if isinstance(error.code, int) and error.code > 128 else 0
+
+
+def _left(signum: int, phase: Phase) -> str:
+    name = signal.Signals(signum).name
+    if not phase.training:
+        return f"left on {name}, before training began"
+    return f"left at once on {name}; the last complete checkpoint stands, and the same command continues from it"
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another rank's process, or the way to it, has gone."""
+    if not isinstance(error, RuntimeError) or "RANK" not in os.environ:
+        return False
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or "gloo/transport" in str(error) or "Connection closed by peer" in str(error)
+
+
+def _tell(failure: _Failure) -> None:
     rank = os.environ.get("RANK", "0")
-    if rank == "0" or not shared:
-        prefix = "meshtune: " if rank == "0" else f"meshtune: rank {rank}: "
-        print(prefix + text, file=sys.stderr, flush=True)
+    launched = first_to_say(failure.text)
+    if failure.by_launcher and launched is not None:
+        report_exit(failure.code, untold=failure.text)
+        return
+    report_exit(failure.code)
+    if launched or (launched is None and (rank == "0" or not failure.shared)):
+        prefix = "meshtune: " if failure.shared or "RANK" not in os.environ else f"meshtune: rank {rank}: "
+        print(prefix + failure.text, file=sys.stderr, flush=True)
+    elif launched is None:
+        time.sleep(_AFTER_RANK_0_S)
 
 
-def _leave(code: int) -> None:
-    """End at once: after an error, destroying a process group may wait for ranks that are gone."""
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _leave_at_once(signum: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
+def _on_sigterm(handler: Any) -> Any:
+    """Set the handler, and return the one before; None where signals are not this thread's to handle."""
+    try:
+        return signal.signal(signal.SIGTERM, handler) if handler is not None else None
+    except ValueError:
+        return None
+
+
+def leave(code: Any) -> None:
+    """End the process. After an error at once: destroying a process group may wait for ranks that are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    if code:
+        os._exit(code if isinstance(code, int) else 1)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshtune.cli.outcome import exits
 
+if TYPE_CHECKING:
+    from meshtune.recipes.recipe import Recipe
+    from meshtune.recipes.run import RunResult
+
 RecipePath = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", metavar="RECIPE")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Settings that replace the recipe's, such as training.learning_rate=1e-5.", metavar="[KEY=VALUE]..."),
+    typer.Argument(
+        help="Settings that replace the recipe's, such as training.learning_rate=1e-5.", metavar="[KEY=VALUE]..."
+    ),
 ]
 
 
@@ -26,25 +32,32 @@ def train(
 ) -> None:
     """Train by RECIPE. Under torchrun, joins its world."""
     with exits() as phase:
-        from meshtune.config import load
-        from meshtune.recipes.recipe import Recipe
+        from meshtune.launch.rank import report_for_duty
 
-        loaded = load(Recipe, str(recipe), overrides or ())
-        if nproc is not None and "RANK" not in os.environ:
-            from meshtune.launch import launch
+        report_for_duty()
+        loaded = _load(recipe, overrides, nproc)
+        if nproc is None:
+            _run(loaded, device, phase.begin_training)
+    if nproc is not None:
+        from meshtune.launch import launch
 
-            arguments = ["train", str(recipe), *(overrides or ()), *(["--device", device] if device else [])]
-            sys.exit(launch(nproc, arguments))
-        if nproc is not None:
-            raise typer.BadParameter("this process is a rank of torchrun already; leave --nproc to one of them")
-        _run(loaded, device, phase.begin_training)
+        arguments = ["train", str(recipe), *(overrides or ()), *(["--device", device] if device else [])]
+        raise typer.Exit(launch(nproc, arguments))
 
 
-def _run(recipe: object, device: str | None, started: object) -> None:
+def _load(recipe: Path, overrides: list[str] | None, nproc: int | None) -> Recipe:
+    from meshtune.config import load
+    from meshtune.errors import RecipeError
+    from meshtune.recipes.recipe import Recipe
+
+    if nproc is not None and "RANK" in os.environ:
+        raise RecipeError("--nproc: this process is a rank of torchrun already, which says how many there are")
+    return load(Recipe, str(recipe), overrides or ())
+
+
+def _run(recipe: Recipe, device: str | None, started: Callable[[], None]) -> None:
     from meshtune.cli.quiet import quiet
-    from meshtune.launch.rank import report_for_duty
 
-    report_for_duty()
     quiet()
     from meshtune.layout.world import disconnect
     from meshtune.recipes.run import run
@@ -55,7 +68,7 @@ def _run(recipe: object, device: str | None, started: object) -> None:
     disconnect()
 
 
-def _say_where(result: object) -> None:
+def _say_where(result: RunResult) -> None:
     rows = [
         ("model", result.export),
         ("loss curve", result.run / "loss.png"),

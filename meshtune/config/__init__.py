@@ -2,6 +2,7 @@
 
 from meshtune.config.dump import dump, recipe_hash
 from meshtune.config.loader import from_mapping, load
+from meshtune.config.places import with_places
 from meshtune.config.reference import reference, starter
 from meshtune.config.schema import json_schema
 from meshtune.config.section import Section
@@ -17,4 +18,5 @@ __all__ = [
     "recipe_hash",
     "reference",
     "starter",
+    "with_places",
 ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -73,7 +74,8 @@ def prepare_training(
 ) -> TokenDataset:
     """Return the prepared training data of a section; see `prepare`."""
     split = section.train_split or "train"
-    return prepare(section, section.train_path, tokenizer, max_seq_length, split=split, cache_dir=cache_dir)
+    with naming("data.train_path"):
+        return prepare(section, section.train_path, tokenizer, max_seq_length, split=split, cache_dir=cache_dir)
 
 
 def prepare_validation(
@@ -83,7 +85,17 @@ def prepare_validation(
     if section.validation_path is None:
         return None
     split = section.validation_split or "validation"
-    return prepare(section, section.validation_path, tokenizer, max_seq_length, split=split, cache_dir=cache_dir)
+    with naming("data.validation_path"):
+        return prepare(section, section.validation_path, tokenizer, max_seq_length, split=split, cache_dir=cache_dir)
+
+
+@contextmanager
+def naming(setting: str) -> Iterator[None]:
+    """Say of a DataError raised inside which setting named the data."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{setting}: {error}") from error
 
 
 def preview(

@@ -1,4 +1,4 @@
-"""Launch: start the ranks of a run. Several machines are started by torchrun, Slurm or Kubernetes, whose world a run joins."""
+"""Launch: start the ranks of a run on this machine. A run on several joins the world that torchrun has started."""
 
 from meshtune.launch.local import launch
 

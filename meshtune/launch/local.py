@@ -1,7 +1,8 @@
 """Start ranks on this machine with torch elastic, pass signals on to them, and end as they end.
 
-torch elastic alone kills ranks 30 seconds after a signal, which may be too soon for a checkpoint. So it runs in a thread
-of its own, where it handles no signals, and the main thread hands each signal to the ranks, which agree on a step to stop at.
+torch elastic alone kills ranks 30 seconds after a signal, which may be too soon for a checkpoint. So it runs in a
+thread of its own, where it handles no signals, and the main thread hands each signal to the ranks, which agree on a
+step to stop at.
 """
 
 from __future__ import annotations
@@ -17,26 +18,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshtune.launch.rank import FOLDER, LAUNCHER
-from meshtune.launch.rank import exit_codes as rank_exit_codes
+from meshtune.launch.rank import FOLDER, LAUNCHER, ended
+
+_PATIENCE = 3
+"""So many signals of one kind end the ranks at once."""
 
 
 def launch(nproc: int, arguments: Sequence[str]) -> int:
-    """Run `python -m meshtune <arguments>` as `nproc` ranks; returns the exit code of the first rank that failed, or 0."""
+    """Run `python -m meshtune <arguments>` as `nproc` ranks. Returns 0, or the exit code of the first that failed."""
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     with tempfile.TemporaryDirectory(prefix="meshtune-", ignore_cleanup_errors=True) as folder:
         os.environ[FOLDER], os.environ[LAUNCHER] = folder, str(os.getpid())
         outcome: list[BaseException | None] = []
-        agent = threading.Thread(target=_run_agent, args=(nproc, arguments, outcome), daemon=True)
+        agent = threading.Thread(target=_run_agent, args=(nproc, arguments, folder, outcome), daemon=True)
         with _PassedOn(Path(folder)):
             agent.start()
             while agent.is_alive():
                 agent.join(0.2)
-        return _exit_code(Path(folder), outcome)
+        return _exit_code(Path(folder), outcome[0] if outcome else RuntimeError("the agent ended without a word"))
 
 
-def _run_agent(nproc: int, arguments: Sequence[str], outcome: list[BaseException | None]) -> None:
+def _run_agent(nproc: int, arguments: Sequence[str], folder: str, outcome: list[BaseException | None]) -> None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(
@@ -48,6 +52,7 @@ def _run_agent(nproc: int, arguments: Sequence[str], outcome: list[BaseException
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "logs")),
     )
     try:
         elastic_launch(config, sys.executable)("-m", "meshtune", *arguments)
@@ -56,33 +61,44 @@ def _run_agent(nproc: int, arguments: Sequence[str], outcome: list[BaseException
         outcome.append(error)
 
 
-def _exit_code(folder: Path, outcome: list[Any]) -> int:
-    if outcome and outcome[0] is None:
+def _exit_code(folder: Path, failure: BaseException | None) -> int:
+    """The launcher's exit code. Says on standard error what no rank could say."""
+    if failure is None:
         return 0
-    codes = rank_exit_codes(folder)
-    told = [code for code in codes if code]
-    if told:
-        # Ranks that leave on a signal, or on an error they all have, say so; one killed by the agent says nothing.
-        return told[0]
-    failures = getattr(outcome[0] if outcome else None, "failures", {})
-    first = min(failures.values(), key=lambda f: f.timestamp, default=None)
-    if first is None:
-        print(f"meshtune: the ranks could not be started: {outcome[0] if outcome else 'no outcome'}", file=sys.stderr)
-        return 1
-    how = f"was killed by signal {-first.exitcode}" if first.exitcode < 0 else f"ended with exit code {first.exitcode}"
-    print(f"meshtune: rank {first.local_rank} {how}; the other ranks were stopped", file=sys.stderr)
-    return 1
+    failures: dict[int, Any] = getattr(failure, "failures", {})
+    killed = [f"rank {rank} was killed by signal {-f.exitcode}" for rank, f in failures.items() if f.exitcode < 0]
+    told = [end for end in ended(folder) if end.code]
+    if told and not told[0].untold:
+        return told[0].code
+    if killed:
+        _say(f"{' and '.join(killed)}; the other ranks were stopped")
+    elif told:
+        _say(f"rank {told[0].rank}: {told[0].untold}")
+    elif failures:
+        codes = ", ".join(f"rank {rank} ended with exit code {f.exitcode}" for rank, f in failures.items())
+        _say(f"{codes}; the other ranks were stopped")
+    else:
+        _say(f"the ranks could not be started: {type(failure).__name__}: {failure}")
+    return told[0].code if told else 1
+
+
+def _say(text: str) -> None:
+    print(f"meshtune: {text}", file=sys.stderr, flush=True)
 
 
 class _PassedOn:
-    """While open, SIGINT and SIGTERM go to every rank."""
+    """While open, SIGINT and SIGTERM go to every rank, which saves and leaves.
+
+    Before any rank is there, and on the third of a kind, they end everything at once.
+    """
 
     def __init__(self, folder: Path):
         self._folder = folder
         self._previous: dict[int, Any] = {}
+        self._counts = {signal.SIGINT: 0, signal.SIGTERM: 0}
 
     def __enter__(self) -> None:
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in self._counts:
             self._previous[signum] = signal.signal(signum, self._pass_on)
 
     def __exit__(self, *_: object) -> None:
@@ -90,8 +106,16 @@ class _PassedOn:
             signal.signal(signum, handler)
 
     def _pass_on(self, signum: int, _frame: object) -> None:
-        for file in self._folder.glob("rank-*.pid"):
+        self._counts[signal.Signals(signum)] += 1
+        enough = self._counts[signal.Signals(signum)] >= _PATIENCE
+        pids = self._pids()
+        for pid in pids:
             try:
-                os.kill(int(file.read_text(encoding="utf-8")), signum)
-            except (OSError, ValueError):
+                os.kill(pid, getattr(signal, "SIGKILL", signum) if enough else signum)
+            except OSError:
                 continue  # that rank has ended already
+        if enough or not pids:
+            raise SystemExit(128 + signum)
+
+    def _pids(self) -> list[int]:
+        return [int(file.read_text(encoding="utf-8")) for file in self._folder.glob("rank-*.pid")]

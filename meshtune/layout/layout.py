@@ -37,10 +37,11 @@ class Layout:
         fixed["dp_replicate"] = world_size if section.strategy == "ddp" else section.dp_replicate_size
         product = math.prod(fixed.values())
         if world_size % product:
-            names = " x ".join(f"{axis}={size}" for axis, size in fixed.items() if size != 1)
+            keys = {f"{axis}_size": size for axis, size in fixed.items() if size != 1}
             raise LayoutError(
-                f"distributed: {names} needs a world size that is a multiple of {product}, but there are {world_size} "
-                f"ranks; start {_nearest_multiples(world_size, product)} ranks or lower a size"
+                f"distributed.{next(iter(keys))}: {' x '.join(f'{key} {size}' for key, size in keys.items())} needs a number of "
+                f"ranks that is a multiple of {product}, found {world_size}; start "
+                f"{_nearest_multiples(world_size, product)}, or lower a size"
             )
         degrees = {axis: fixed.get(axis, world_size // product) for axis in AXES}
         return cls(degrees=degrees, strategy=section.strategy, device_type=device_type)
@@ -56,7 +57,7 @@ class Layout:
         """
         if model_facts.get("router_aux_loss"):
             yield (
-                "the model's config sets output_router_logits, whose auxiliary loss is not computed by this version; "
+                "model.name: the model's config sets output_router_logits, whose auxiliary loss is not computed by this version; "
                 "set it to false in the model's config.json"
             )
 

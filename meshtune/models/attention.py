@@ -33,6 +33,11 @@ def documents(lengths: list[int] | None) -> Iterator[None]:
         _current_lengths.pop()
 
 
+def documents_open() -> bool:
+    """Whether the row at hand is made of documents."""
+    return _current_lengths[-1] is not None
+
+
 @torch.compiler.disable
 def document_attention(
     module: nn.Module,

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
 
 from meshtune.errors import ModelError
-from meshtune.models.attention import documents
+from meshtune.models.attention import documents, documents_open
 
 
 class _Captured(Exception):
@@ -88,6 +88,7 @@ class CausalLM(nn.Module):
             raise ModelError(f"{type(model).__name__} has no output embedding, so it is not a causal language model")
         self._head_path = path
         self._trunk_path = _trunk_path(model, path)
+        self._trunk_width = getattr(model.config.get_text_config(decoder=True), "hidden_size", None)
 
     def forward(self, objective: Callable[[CausalLM, Any], Any], batch: Any) -> Any:
         return objective(self, batch)
@@ -98,13 +99,18 @@ class CausalLM(nn.Module):
         return documents(None if lengths is None else [int(n) for n in lengths])
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """The head's input at every position: [B, T] token ids and positions to [B, T, hidden]."""
+        """The head's input at every position: [B, T] token ids and positions to [B, T, hidden].
+
+        Positions go to the model only while `documents` restart them. For any other row the model's own are right, and
+        some models have no other (learnt positions that begin at an offset).
+        """
         head = self.model.get_submodule(self._head_path)
         view = _with_modules(self.model, {self._head_path: _CapturingHead(head)})
+        given = {"position_ids": position_ids} if documents_open() else {}
+        if attention_mask is not None:
+            given["attention_mask"] = attention_mask.long()
         try:
-            type(self.model).forward(
-                view, input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
-            )
+            type(self.model).forward(view, input_ids=input_ids, use_cache=False, **given)
         except _Captured as captured:
             return captured.hidden_states
         raise ModelError(f"{type(self.model).__name__} did not call its output embedding in its forward")
@@ -112,7 +118,7 @@ class CausalLM(nn.Module):
     def head(self, hidden_states: Tensor) -> Tensor:
         """Final logits [n, vocab] of head inputs [n, hidden], scaled and capped as the architecture does."""
         hidden_states = hidden_states.unsqueeze(0)
-        output = _trunk_output(hidden_states)
+        output = _trunk_output(self._as_wide_as_the_trunk(hidden_states))
         modules = {
             self._trunk_path: _GivenTrunk(self.model.get_submodule(self._trunk_path), output),
             self._head_path: _GivenInputHead(self.model.get_submodule(self._head_path), hidden_states),
@@ -121,6 +127,12 @@ class CausalLM(nn.Module):
         ids = torch.zeros(hidden_states.shape[:2], dtype=torch.long, device=hidden_states.device)
         return type(self.model).forward(view, input_ids=ids, use_cache=False, return_dict=True).logits.squeeze(0)
 
+    def _as_wide_as_the_trunk(self, hidden_states: Tensor) -> Tensor:
+        """What stands between trunk and head runs in vain, on the head's own input or on zeros where its width differs."""
+        if self._trunk_width in (None, hidden_states.shape[-1]):
+            return hidden_states
+        return hidden_states.new_zeros(()).expand(*hidden_states.shape[:2], self._trunk_width)
+
     @property
     def head_parameters(self) -> list[nn.Parameter]:
         """Parameters that `head` reads: the output embedding's weight and bias, where there are."""
@@ -128,14 +140,16 @@ class CausalLM(nn.Module):
 
 
 def _trunk_path(model: PreTrainedModel, head_path: str) -> str:
-    """Qualified name of the head's sibling that turns token ids into hidden states."""
-    parent = head_path.rpartition(".")[0]
+    """Qualified name of the largest module that holds the input embedding and not the head."""
     embedding = model.get_input_embeddings()
-    for name, child in model.get_submodule(parent).named_children():
-        path = f"{parent}.{name}" if parent else name
-        if path != head_path and any(module is embedding for module in child.modules()):
-            return path
-    raise ModelError(f"{type(model).__name__} does not keep its trunk and its head in separate modules")
+    path = next((name for name, module in model.named_modules() if module is embedding), "")
+    head = head_path.split(".")
+    parts = path.split(".")
+    shared = next((i for i, (a, b) in enumerate(zip(parts, head, strict=False)) if a != b), min(len(parts), len(head)))
+    trunk = ".".join(parts[: shared + 1])
+    if not trunk or model.get_submodule(trunk) is embedding:
+        raise ModelError(f"{type(model).__name__} does not keep its trunk and its head in separate modules")
+    return trunk
 
 
 def _trunk_output(hidden_states: Tensor) -> BaseModelOutputWithPast:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
-from meshtune.errors import ModelError
 from meshtune.models.hf import unit_names
-from meshtune.models.source import Source, safetensors_header, tensor_dtypes
+from meshtune.models.naming import CheckpointNames
+from meshtune.models.shards import Shards, write_json
+from meshtune.models.source import Source, safetensors_header, stored_dtypes
 
 _MAX_SHARD_BYTES = 5 * 1000**3
 
@@ -30,48 +30,66 @@ def export(
     tokenizer: PreTrainedTokenizerBase | None,
     folder: Path,
     dtype: torch.dtype | None = None,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
 ) -> None:
     """Write `folder` so that transformers, PEFT and vLLM load it. Every rank must call it; rank 0 writes.
 
-    `dtype` None keeps each tensor's dtype of the checkpoint it came from; a named one is given to every floating tensor.
-    The folder appears only when it is complete, in place of what stood there. The live model is not changed.
+    Tensors have the names of the checkpoint that the model came from. `dtype` None keeps each tensor's dtype of it; a named
+    one is given to every floating tensor. What the checkpoint holds beside the model (a vision tower, layers that predict
+    further tokens) is written as it was.
+
+    The folder appears only when it is complete, in place of what stood there. The live model is not changed. Raises OSError
+    on every rank if rank 0 cannot write.
     """
-    writer = _is_writer()
-    beside = folder.with_name(f".{folder.name}.incomplete")
-    if writer:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-    shards = _Shards(beside)
-    dtypes = tensor_dtypes(source) if dtype is None and source.section.dtype == "auto" else {}
-    default = dtype or source.export_dtype
-    for state in _whole_tensors(model, writer, set(dtypes)):
-        if writer:
-            for name, tensor in revert_weight_conversion(model, state).items():
-                shards.add(name, _cast(tensor, dtypes.get(name, default)))
-    if writer:
-        shards.close()
-        _write_config(model, source, beside, default)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(beside)
-        _check(beside)
-        _replace(beside, folder)
-    if dist.is_initialized():
-        dist.barrier()
+    stored = stored_dtypes(source)
+    names = CheckpointNames(model, stored)
+    chosen = dtype or (None if source.section.dtype == "auto" else source.export_dtype)
+
+    def add(tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            shards.add(name, _cast(tensor, chosen or stored.get(name) or source.export_dtype))
+
+    with _OnWriter(folder) as writer:
+        shards = writer.do(lambda: Shards(_empty_beside(folder), max_shard_bytes))
+        for state in _whole_tensors(model, writer.writes, names.left_out()):
+            writer.do(lambda state=state: add(names.written(state).items()))
+        writer.do(lambda: add(_unread_tensors(source, names)))
+        writer.do(lambda: _finish(shards, model, source, tokenizer, chosen, folder))
 
 
-def _is_writer() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+class _OnWriter:
+    """Work of rank 0. Its failure ends its own work only, for other ranks are waiting for it: then all raise together."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.writes = not dist.is_initialized() or dist.get_rank() == 0
+        self.problem: Exception | None = None
+
+    def __enter__(self) -> _OnWriter:
+        return self
+
+    def do(self, work: Callable[[], Any]) -> Any:
+        if not self.writes or self.problem is not None:
+            return None
+        try:
+            return work()
+        except Exception as error:
+            self.problem = error
+            return None
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is not None:
+            return
+        told = [None if self.problem is None else f"{type(self.problem).__name__}: {self.problem}"]
+        if dist.is_initialized():
+            dist.broadcast_object_list(told, src=0)
+        if told[0] is not None:
+            raise OSError(f"the model could not be written to {self.folder}: {told[0]}") from self.problem
 
 
-def _whole_tensors(model: PreTrainedModel, writer: bool, stored: set[str]) -> Iterator[dict[str, Tensor]]:
-    """State dict of one block at a time, gathered; empty on ranks that do not write.
-
-    A tied copy is left out unless the checkpoint that the model came from stored it (`stored`).
-    """
-    state = model.state_dict()
-    for name in list(state):
-        if name in model.all_tied_weights_keys and name not in stored:
-            del state[name]
+def _whole_tensors(model: PreTrainedModel, writer: bool, left_out: set[str]) -> Iterator[dict[str, Tensor]]:
+    """State dict of one block at a time, gathered; empty on ranks that do not write."""
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
     units = unit_names(model)
     blocks: dict[str, list[str]] = {}
     for name in state:
@@ -86,67 +104,75 @@ def _whole_tensors(model: PreTrainedModel, writer: bool, stored: set[str]) -> It
         yield block
 
 
+def _unread_tensors(source: Source, names: CheckpointNames) -> Iterator[tuple[str, Tensor]]:
+    for file in source.files:
+        if file.endswith(".safetensors"):
+            with safe_open(file, framework="pt") as tensors:
+                for name in sorted(names.unread.intersection(tensors.keys())):
+                    yield name, tensors.get_tensor(name)
+
+
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy that shares no memory with another tensor of the file; integers and booleans keep their dtype."""
     wanted = dtype if tensor.is_floating_point() else tensor.dtype
     return tensor.to(wanted, copy=True).contiguous()
 
 
-class _Shards:
-    """Tensors collected into files of at most 5 GB, named once their number is known."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.pending: dict[str, Tensor] = {}
-        self.files: list[list[str]] = []
-        self.bytes = self.pending_bytes = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        if self.pending and self.pending_bytes + size > _MAX_SHARD_BYTES:
-            self._flush()
-        self.pending[name] = tensor
-        self.pending_bytes += size
-        self.bytes += size
-
-    def close(self) -> None:
-        self._flush()
-        count = len(self.files)
-        weight_map = {}
-        for index, names in enumerate(self.files):
-            final = "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-            (self.folder / f"part-{index}").rename(self.folder / final)
-            weight_map.update(dict.fromkeys(names, final))
-        if count > 1:
-            index_json = {"metadata": {"total_size": self.bytes}, "weight_map": weight_map}
-            _write_json(self.folder / "model.safetensors.index.json", index_json)
-
-    def _flush(self) -> None:
-        save_file(self.pending, self.folder / f"part-{len(self.files)}", metadata={"format": "pt"})
-        self.files.append(list(self.pending))
-        self.pending, self.pending_bytes = {}, 0
+def _empty_beside(folder: Path) -> Path:
+    beside = folder.with_name(f".{folder.name}.incomplete")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    return beside
 
 
-def _write_config(model: PreTrainedModel, source: Source, folder: Path, dtype: torch.dtype) -> None:
-    """The checkpoint's own config.json where there is one, so that older readers still know it; only its dtype may change."""
-    original = _original(source, "config.json")
-    if original is None or source.gguf_file:
+def _finish(
+    shards: Shards,
+    model: PreTrainedModel,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype: torch.dtype | None,
+    folder: Path,
+) -> None:
+    shards.close()
+    _write_config(model, source, shards.folder, dtype)
+    _write_generation_config(model, source, shards.folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(shards.folder)
+    for file in shards.folder.glob("*.safetensors"):
+        safetensors_header(file)  # a full disk may cut a file without an error
+    _replace(shards.folder, folder)
+
+
+def _write_config(model: PreTrainedModel, source: Source, folder: Path, dtype: torch.dtype | None) -> None:
+    """The checkpoint's own config.json where there is one, so that older readers still know it; a named dtype changes it."""
+    original = None if source.gguf_file else _original(source, "config.json")
+    values = json.loads(original.read_text(encoding="utf-8")) if original else {}
+    if original is None or not (source.files or values.get("model_type") == source.config.model_type):
         config = type(source.config).from_dict(source.config.to_dict())
         config.architectures = [type(model).__name__]
-        config.dtype = dtype
+        config.dtype = dtype or source.export_dtype
         config.save_pretrained(folder)
-    else:
-        values = json.loads(original.read_text(encoding="utf-8"))
-        values.setdefault("architectures", [type(model).__name__])
-        key = "torch_dtype" if "torch_dtype" in values else "dtype"
-        values[key] = str(dtype).removeprefix("torch.")
-        _write_json(folder / "config.json", values)
-        if source.section.trust_remote_code:
-            for code in original.parent.glob("*.py"):
-                shutil.copy2(code, folder / code.name)
-    generation = _original(source, "generation_config.json")
-    if generation is not None:
-        shutil.copyfile(generation, folder / "generation_config.json")
+        return
+    values.setdefault("architectures", [type(model).__name__])
+    write_json(folder / "config.json", values if dtype is None else _with_dtype(values, dtype))
+    if source.section.trust_remote_code:
+        for code in original.parent.glob("*.py"):
+            shutil.copy2(code, folder / code.name)
+
+
+def _with_dtype(values: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The config with its dtype, under either of its two names, and that of its parts changed."""
+    key = "torch_dtype" if "torch_dtype" in values else "dtype"
+    parts = {
+        name: _with_dtype(value, dtype) for name, value in values.items() if name.endswith("_config") and isinstance(value, dict)
+    }
+    return {**values, **parts, key: str(dtype).removeprefix("torch.")}
+
+
+def _write_generation_config(model: PreTrainedModel, source: Source, folder: Path) -> None:
+    original = _original(source, "generation_config.json")
+    if original is not None:
+        shutil.copyfile(original, folder / "generation_config.json")
     elif model.can_generate():
         GenerationConfig.from_model_config(source.config).save_pretrained(folder)
 
@@ -161,19 +187,6 @@ def _original(source: Source, name: str) -> Path | None:
         _raise_exceptions_for_connection_errors=False,
     )
     return Path(found) if found else None
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def _check(folder: Path) -> None:
-    """A full disk may cut a file without an error: read back every header."""
-    for file in folder.glob("*.safetensors"):
-        try:
-            safetensors_header(file)
-        except ModelError as error:
-            raise OSError(f"the export in {folder} is damaged: {error}") from error
 
 
 def _replace(beside: Path, folder: Path) -> None:

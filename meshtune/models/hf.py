@@ -48,6 +48,7 @@ def load(model: PreTrainedModel, source: Source, device: torch.device) -> None:
     quantizer, state_dict = _gguf(model, source) if source.gguf_file else (None, None)
     load_config = LoadStateDictConfig(
         pretrained_model_name_or_path=source.name,
+        ignore_mismatched_sizes=True,  # transformers' own error does not name them; ours does
         device_map={"": device},
         dtype=source.master_dtype,
         dtype_plan=model._get_dtype_plan(source.master_dtype),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.auto_factory import _get_model_class
 
 from meshtune.errors import ModelError
@@ -68,9 +71,9 @@ def resolve(section: ModelSection) -> Source:
     location, gguf_file = _locate(section)
     config = _config(section, location, gguf_file)
     _refuse_quantized(section, config)
-    model_class = _model_class(section, location, config)
+    model_class, config = _model_class(section, location, config)
     files = [] if section.weights == "random" else weight_files(section, location, config, model_class, gguf_file)
-    dtype = _checkpoint_dtype(files, gguf_file) or getattr(config, "dtype", None) or torch.float32
+    dtype = _checkpoint_dtype(files) or getattr(config, "dtype", None) or torch.float32
     return Source(section, location, config, model_class, files, gguf_file, dtype)
 
 
@@ -129,18 +132,24 @@ def _refuse_quantized(section: ModelSection, config: PreTrainedConfig) -> None:
         )
 
 
-def _model_class(section: ModelSection, location: str, config: PreTrainedConfig) -> type:
+def _model_class(section: ModelSection, location: str, config: PreTrainedConfig) -> tuple[type, PreTrainedConfig]:
     remote = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
     if remote and section.trust_remote_code:
-        from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-        return get_class_from_dynamic_module(remote, location, revision=section.revision)
+        return get_class_from_dynamic_module(remote, location, revision=section.revision), config
     try:
-        return _get_model_class(config, AutoModelForCausalLM._model_mapping)
+        return causal_lm(config)
     except Exception as error:
         raise ModelError(
             f"model.name: {section.name} has model_type {config.model_type!r}, for which transformers has no causal language model"
         ) from error
+
+
+def causal_lm(config: PreTrainedConfig) -> tuple[type, PreTrainedConfig]:
+    """The class that transformers' AutoModelForCausalLM would build, and its config: of a composite that is only its text part
+    where the class is a text model. Raises KeyError if there is none."""
+    model_class = _get_model_class(config, AutoModelForCausalLM._model_mapping)
+    text_class = config.sub_configs.get("text_config", None)
+    return model_class, config.get_text_config() if model_class.config_class == text_class else config
 
 
 def weight_files(
@@ -210,30 +219,25 @@ def safetensors_header(file: Path) -> dict[str, Any]:
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def tensor_dtypes(source: Source) -> dict[str, torch.dtype]:
-    """Every floating tensor of the checkpoint's safetensors files, and its dtype there."""
-    found = {}
-    for file in source.files:
-        if file.endswith(".safetensors"):
-            for name, entry in safetensors_header(Path(file)).items():
-                if entry["dtype"] in _DTYPES:
-                    found[name] = _DTYPES[entry["dtype"]]
-    return found
+def stored_dtypes(source: Source) -> dict[str, torch.dtype | None]:
+    """Every tensor of the checkpoint's safetensors files, and its dtype there if it is a floating one."""
+    return {
+        name: _DTYPES.get(entry["dtype"])
+        for file in source.files
+        if file.endswith(".safetensors")
+        for name, entry in safetensors_header(Path(file)).items()
+    }
 
 
-def _checkpoint_dtype(files: list[str], gguf_file: str | None) -> torch.dtype | None:
-    """The floating dtype that most of the checkpoint's elements have."""
-    if gguf_file or not files:
-        return None
-    elements: dict[torch.dtype, int] = {}
+def _checkpoint_dtype(files: list[str]) -> torch.dtype | None:
+    """The floating dtype that most of the checkpoint's elements have, or None."""
+    elements: Counter[torch.dtype] = Counter()
     for file in files:
-        if not file.endswith(".safetensors"):
-            continue
-        for entry in safetensors_header(Path(file)).values():
+        for entry in safetensors_header(Path(file)).values() if file.endswith(".safetensors") else ():
             if entry["dtype"] in _DTYPES:
-                begin, end = entry["data_offsets"]
-                elements[_DTYPES[entry["dtype"]]] = elements.get(_DTYPES[entry["dtype"]], 0) + end - begin
-    return max(elements, key=elements.__getitem__) if elements else None
+                dtype = _DTYPES[entry["dtype"]]
+                elements[dtype] += math.prod(entry["shape"])
+    return max(elements, key=elements.__getitem__, default=None)
 
 
 def _first_line(error: Exception) -> str:

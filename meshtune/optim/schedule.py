@@ -104,9 +104,9 @@ class LRSchedulerSection(Section):
         return _steps(self.decay_steps, WSD_DECAY_RATIO if unset else self.decay_ratio, total_steps)
 
     def _keys(self, *parts: str) -> str:
-        """The keys of this section that decide about `parts`, as a user wrote them."""
+        """The keys of this section that decide about `parts`."""
         keys = [f"{part}_{unit}" for part in parts for unit in ("steps", "ratio")]
-        return ", ".join(f"{key}: {getattr(self, key)}" for key in keys if getattr(self, key) is not None)
+        return ", ".join(key for key in keys if getattr(self, key) is not None)
 
 
 def _steps(steps: int | None, ratio: float | None, total_steps: int) -> int:
@@ -119,8 +119,7 @@ def _steps(steps: int | None, ratio: float | None, total_steps: int) -> int:
 def _refuse_too_long(what: str, keys: str, steps: int, total_steps: int) -> None:
     if steps > total_steps:
         raise RecipeError(
-            f"lr_scheduler ({keys}): {what} of {steps} optimizer steps in a run of {total_steps}; "
-            "shorten it or train longer"
+            f"lr_scheduler.{keys}: {what} of {steps} optimizer steps in a run of {total_steps}; shorten it or train longer"
         )
 
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from meshtune.layout import Layout, Plan
 from meshtune.parallel.activation_checkpointing import Mode, checkpoint_activations
 from meshtune.parallel.compile import compile_units
+from meshtune.parallel.reach import reaches_all
+
+# Renamed in torch 2.13. Buffers are computed from the config alone and are the same on every rank.
+_RENAMED = "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if _RENAMED else "broadcast_buffers"
 
 
 @dataclass(frozen=True)
@@ -49,10 +56,27 @@ def shard(root: nn.Module, model: nn.Module, layout: Layout, plan: Plan, setting
 
 
 def replicate(root: nn.Module, layout: Layout, settings: Settings) -> Parallel:
-    """After the weights are loaded: wrap for DDP where the layout asks for it, and hand out the module to call."""
-    if layout.strategy == "ddp":
-        root = DistributedDataParallel(root, process_group=layout.group("batch"), init_sync=False, broadcast_buffers=False)
+    """After the weights are loaded: hand out the module to call, which DDP wraps where the layout asks for it."""
     return Parallel(root, layout, settings)
+
+
+def _replicas(root: nn.Module, layout: Layout, args: tuple[Any, ...]) -> DistributedDataParallel:
+    """DDP, told to look for parameters without a gradient if a forward on `args` leaves some (of any rank) out.
+
+    Routers have such parameters. Where there is none, looking for them at each step is a waste, of which torch warns.
+    """
+    devices = [] if layout.device_type == "cpu" else [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(devices, device_type=layout.device_type):
+        unreached = not reaches_all(root(*args), root.parameters())
+    anywhere = torch.tensor(int(unreached), device=next(root.parameters()).device)
+    dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=layout.group("batch"))
+    return DistributedDataParallel(
+        root,
+        process_group=layout.group("batch"),
+        init_sync=False,
+        find_unused_parameters=bool(anywhere),
+        **{_SYNC_BUFFERS: False},
+    )
 
 
 def _mixed_precision(settings: Settings) -> MixedPrecisionPolicy:
@@ -64,14 +88,17 @@ def _mixed_precision(settings: Settings) -> MixedPrecisionPolicy:
 class Parallel:
     """The parallel form of a root module: how to call it, and when its gradients are reduced."""
 
-    def __init__(self, module: nn.Module, layout: Layout, settings: Settings):
-        self.module = module
+    def __init__(self, root: nn.Module, layout: Layout, settings: Settings):
+        self._module = root
         self._layout = layout
         self._settings = settings
+        self._last_micro_batch = True
 
     def __call__(self, *args: Any) -> Any:
         with self._autocast():
-            return self.module(*args)
+            if self._layout.strategy == "ddp" and torch.is_grad_enabled():
+                self._prepare_replicas(args)
+            return self._module(*args)
 
     @property
     def gradient_divisor(self) -> int:
@@ -84,11 +111,15 @@ class Parallel:
         FSDP2 reduces shards at each micro-batch, so that no full gradient is ever kept, and the copies of HSDP, like
         those of DDP, once.
         """
-        if isinstance(self.module, DistributedDataParallel):
-            self.module.require_backward_grad_sync = last
-        elif isinstance(self.module, FSDPModule):
-            self.module.set_requires_all_reduce(last)
-            self.module.set_is_last_backward(last)
+        self._last_micro_batch = last
+        if isinstance(self._module, FSDPModule):
+            self._module.set_requires_all_reduce(last)
+            self._module.set_is_last_backward(last)
+
+    def _prepare_replicas(self, args: tuple[Any, ...]) -> None:
+        if not isinstance(self._module, DistributedDataParallel):
+            self._module = _replicas(self._module, self._layout, args)
+        self._module.require_backward_grad_sync = self._last_micro_batch
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._layout.strategy == "ddp" and self._settings.compute_dtype != torch.float32:

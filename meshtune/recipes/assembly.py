@@ -116,7 +116,9 @@ def _saver(setup: Setup, keeper: checkpoint.Checkpointer, total_steps: int) -> A
             "state": state.as_dict(),
             "data": setup.train_data.fingerprint,
             "layout": setup.layout.describe(),
+            "global_batch_size": setup.plan.sizes.global_batch_size,
             "precision": setup.precision,
+            "attention": setup.attention.implementation,
             "total_steps": total_steps,
         }
         path = keeper.save(state.step, facts)

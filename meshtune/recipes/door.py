@@ -45,9 +45,10 @@ class AutoModelForCausalLM:
         """
         section = from_mapping(ModelSection, {"name": name, **settings})
         source = resolve(section)
-        attention = {} if section.attention == "auto" else {"attn_implementation": section.attention}
-        file = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-        model = _trainable(source.model_class).from_pretrained(
+        attention: dict[str, Any] = {} if section.attention == "auto" else {"attn_implementation": section.attention}
+        file: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+        model_class: Any = source.model_class
+        model: Any = _trainable(model_class).from_pretrained(
             source.location,
             config=source.config,
             dtype=source.dtype if section.dtype == "auto" else getattr(torch, section.dtype),

@@ -25,16 +25,26 @@ def export_checkpoint(run: Path, to: Path, step: int | None = None, dtype: str |
         raise RecipeError(f"--dtype {dtype}: wanted one of {', '.join(_DTYPES)}")
     recipe = resolved_recipe(run)
     found = _find(run, step)
-    if to.exists() and any(to.iterdir()) and not (to / "config.json").is_file():
-        raise CheckpointError(f"{to} exists and is not a model folder; name another")
     source = resolve(recipe.model)
+    _check_target(to, Path(source.location))
     model = hf.build(source, "eager")
     model.to_empty(device="cpu")
     model.tie_weights()
     checkpoint.load_weights(found.path, model)
     asked = dtype or recipe.checkpoint.export_dtype
-    export(model, source, load_tokenizer(recipe.model), to, None if asked == "auto" else getattr(torch, asked))
+    try:
+        export(model, source, load_tokenizer(recipe.model), to, None if asked == "auto" else getattr(torch, asked))
+    except OSError as error:
+        raise CheckpointError(f"--to {to} cannot be written: {error}") from error
     return found.path
+
+
+def _check_target(to: Path, origin: Path) -> None:
+    """An export takes the place of an export; of nothing else."""
+    if to.exists() and (not to.is_dir() or (any(to.iterdir()) and not (to / "config.json").is_file())):
+        raise CheckpointError(f"--to {to} exists and is not a model folder; name another")
+    if to.exists() and origin.exists() and to.samefile(origin):
+        raise CheckpointError(f"--to {to} is the model that the run started from; name another folder")
 
 
 def _find(run: Path, step: int | None) -> folder.Complete:

@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.checkpoint import folder as checkpoint_folder
+from meshtune.checkpoint.lock import RunLock
 from meshtune.config import dump, load
 from meshtune.errors import CheckpointError
 from meshtune.observe import environment
+from meshtune.observe.atomic import write_atomically
 from meshtune.recipes.recipe import Recipe
 
 RESOLVED = "recipe.resolved.yaml"
 
 # Settings that a resumed run may change: they alter what is kept and shown, how the work is cut, or how long it goes on.
+# Rows and tokenizer are known by the tokens that they give, not by where they lie.
 _FREE = (
     "distributed",
     "checkpoint",
@@ -23,26 +26,44 @@ _FREE = (
     "training.activation_checkpointing",
     "training.compile",
     "training.eval_every_steps",
+    "data.train_path",
     "data.validation_path",
     "data.validation_split",
     "model.attention",
+    "model.tokenizer",
 )
 # Settings that change the numbers from here on; allowed, and said.
-_DECLARED = ("training", "optimizer", "lr_scheduler")
+_OPTIMIZER_CONSTANTS = tuple(f"optimizer.{key}" for key in ("weight_decay", "betas", "eps", "momentum", "nesterov"))
+_DECLARED = ("training", "lr_scheduler", *_OPTIMIZER_CONSTANTS)
 
 
 def write_facts(run: Path, recipe: Recipe, layout: dict[str, Any], data: dict[str, Any]) -> None:
     """`recipe.resolved.yaml`, `layout.json`, `data.json`, `environment.json`."""
-    run.mkdir(parents=True, exist_ok=True)
-    _write(run / RESOLVED, dump(recipe))
+    texts = {RESOLVED: dump(recipe)}
     for name, values in (("layout", layout), ("data", data), ("environment", environment())):
-        _write(run / f"{name}.json", json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+        texts[f"{name}.json"] = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    try:
+        for name, text in texts.items():
+            write_atomically(run / name, text.encode("utf-8"))
+    except OSError as error:
+        raise _unwritable(run, error) from error
 
 
-def _write(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+def take(run: Path) -> RunLock:
+    """Make the run folder if it is not there; the lock on it is held while the result is open.
+
+    Raises CheckpointError if it cannot be written.
+    """
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(run, error) from error
+    return RunLock(run)
+
+
+def _unwritable(run: Path, error: OSError) -> CheckpointError:
+    reason = error.strerror or str(error)
+    return CheckpointError(f"checkpoint.dir: the run folder {run} cannot be written ({reason}); name another")
 
 
 def resolved_recipe(run: Path) -> Recipe:
@@ -54,21 +75,52 @@ def resolved_recipe(run: Path) -> Recipe:
 
 
 def find_resume(recipe: Recipe, run: Path) -> checkpoint_folder.Complete | None:
-    """The checkpoint to continue from, or None to start anew. Raises CheckpointError if neither would be right."""
+    """The checkpoint to continue from, or None to start anew. Changes nothing.
+
+    Raises CheckpointError if neither would be right.
+    """
     wanted = recipe.checkpoint.resume_from
     if wanted not in ("auto", "never"):
-        return checkpoint_folder.read(Path(wanted))
-    checkpoint_folder.sweep(run)
-    newest = checkpoint_folder.newest(run)
-    if wanted == "never" and newest is not None:
+        return _named(Path(wanted))
+    complete, damaged = checkpoint_folder.survey(run)
+    if wanted == "never" and complete:
         raise CheckpointError(
-            f"checkpoint.resume: never, but {run} holds checkpoints up to step {newest.step}; name another checkpoint.dir, or "
-            "remove them"
+            f"checkpoint.resume: never, but {run} holds checkpoints up to step {complete[-1].step}; name another "
+            "checkpoint.dir, or remove them"
         )
-    bad = checkpoint_folder.damaged(run)
-    if newest is None and bad:
-        raise CheckpointError(f"no complete checkpoint to resume from in {run}: {bad[0][1]}; remove it to start anew")
-    return newest
+    if not complete and damaged:
+        raise CheckpointError(
+            f"no complete checkpoint to resume from in {run}: {'; '.join(damaged)}; remove what is damaged to start anew"
+        )
+    return complete[-1] if complete else None
+
+
+def _named(path: Path) -> checkpoint_folder.Complete:
+    inside = checkpoint_folder.newest(path)
+    if inside is not None:
+        raise CheckpointError(f"checkpoint.resume: {path} is a run folder; name one of its checkpoints: {inside.path}")
+    try:
+        return checkpoint_folder.read(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint.resume: {error}") from error
+
+
+def clear_the_way(run: Path, resume: checkpoint_folder.Complete | None) -> list[str]:
+    """Before the first step: set aside what an earlier course has left beyond the checkpoint that the run goes on from.
+
+    Returns what a user should know of it.
+    """
+    damaged = checkpoint_folder.survey(run)[1]
+    later = [] if resume is None else checkpoint_folder.set_aside(run, resume.step)
+    return [*(f"passed over {text}" for text in damaged), *(f"set aside as {path}" for path in later)]
+
+
+def continued(recipe: Recipe, resume: checkpoint_folder.Complete | None) -> Recipe:
+    """The recipe with the global batch that the run has had so far, where it names none and the ranks would decide."""
+    stored = None if resume is None else resume.manifest.get("global_batch_size")
+    if stored is None or recipe.training.global_batch_size is not None:
+        return recipe
+    return recipe.model_copy(update={"training": recipe.training.model_copy(update={"global_batch_size": stored})})
 
 
 def changes(before: Recipe, now: Recipe) -> list[str]:

@@ -11,7 +11,7 @@ from meshtune.recipes.recipe import Recipe
 
 def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
     """The recipe resolved for `world_size` ranks, and what was found, as lines. Raises MeshtuneError for what would not run."""
-    from meshtune.data.prepare import preview
+    from meshtune.data.prepare import naming, preview
 
     plan = planning.plan(recipe, world_size)
     section = plan.recipe.rows
@@ -22,11 +22,12 @@ def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
         f"attention on this machine: {attention.description}",
         f"longest row: {plan.max_seq_length} tokens",
     ]
-    for paths, split in (
-        (section.train_path, section.train_split or "train"),
-        (section.validation_path, section.validation_split or "validation"),
+    for setting, paths, split in (
+        ("data.train_path", section.train_path, section.train_split or "train"),
+        ("data.validation_path", section.validation_path, section.validation_split or "validation"),
     ):
         if paths is not None:
-            report = preview(section, paths, plan.tokenizer, plan.max_seq_length, split=split)
+            with naming(setting):
+                report = preview(section, paths, plan.tokenizer, plan.max_seq_length, split=split)
             lines += [f"first rows: {line}" for line in report.summary()]
     return plan.recipe, lines

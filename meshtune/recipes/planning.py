@@ -47,8 +47,7 @@ def plan(recipe: Recipe, world_size: int, device_type: str = "cpu") -> Plan:
     if misfits:
         raise LayoutError("\n".join(misfits))
     length = _max_seq_length(recipe, source.max_positions)
-    recipe = recipe if recipe.checkpoint.dir is not None else in_folder(recipe, default_folder(recipe))
-    return Plan(recipe, layout, sizes, source, load_tokenizer(recipe.model), length)
+    return Plan(with_folder(recipe), layout, sizes, source, load_tokenizer(recipe.model), length)
 
 
 def _max_seq_length(recipe: Recipe, positions: int | None) -> int:
@@ -63,6 +62,11 @@ def _max_seq_length(recipe: Recipe, positions: int | None) -> int:
     return wanted
 
 
+def with_folder(recipe: Recipe) -> Recipe:
+    """The recipe with its run folder named."""
+    return recipe if recipe.checkpoint.dir is not None else in_folder(recipe, default_folder(recipe))
+
+
 def default_folder(recipe: Recipe) -> str:
     """A run folder's name, derived from the recipe, so that two recipes never share one by default."""
     model = recipe.model.name.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1]
@@ -70,5 +74,5 @@ def default_folder(recipe: Recipe) -> str:
 
 
 def in_folder(recipe: Recipe, folder: str) -> Recipe:
-    """The same recipe with its run folder named."""
+    """The same recipe in another run folder."""
     return recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"dir": folder})})

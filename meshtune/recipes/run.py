@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshtune.checkpoint.folder import Complete
+from meshtune.checkpoint.folder import Complete, sweep
 from meshtune.errors import CheckpointError
 from meshtune.layout.world import World, connect
 from meshtune.recipes import folder, planning
 from meshtune.recipes.recipe import Recipe
-from meshtune.training.signals import SignalStop
+from meshtune.training.signals import Interrupted, SignalStop
 from meshtune.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -51,27 +52,27 @@ def run(
     `started` is called once when setup is over and training begins: from then on an error is a failure in training.
     """
     world = connect(device)
-    with SignalStop() as stop:
-        if weights is not None and recipe.checkpoint.dir is None:
-            recipe = planning.in_folder(
-                recipe, world.from_first(lambda: folder.unused(planning.default_folder(recipe)))
-            )
-        setup = Setup(recipe, world)
-        return setup.train(stop, weights, started), setup.model
+    if weights is not None and recipe.checkpoint.dir is None:
+        recipe = planning.in_folder(recipe, world.from_first(lambda: folder.unused(planning.default_folder(recipe))))
+    with ExitStack() as held:
+        setup = Setup(recipe, world, held)
+        return setup.train(weights, started), setup.model
 
 
 class Setup:
     """Everything between a recipe and its loop, in the order in which it is built."""
 
-    def __init__(self, recipe: Recipe, world: World):
+    def __init__(self, recipe: Recipe, world: World, held: ExitStack):
+        """`held` keeps the lock on the run folder."""
         from meshtune.models import proofs
 
-        self.world = world
-        self.plan: Plan = world.all_together(lambda: planning.plan(recipe, world.size, world.device.type))
-        self.recipe = self.plan.recipe
-        self.run = Path(self.recipe.checkpoint.dir or "")
+        self.world, self.held = world, held
+        recipe = planning.with_folder(recipe)
+        self.run = Path(recipe.checkpoint.dir or "")
+        self.resume = world.from_first(lambda: folder.find_resume(recipe, self.run))
+        self.recipe = folder.continued(recipe, self.resume)
+        self.plan: Plan = world.all_together(lambda: planning.plan(self.recipe, world.size, world.device.type))
         self.layout = self.plan.layout.connect()
-        self.resume = world.from_first(lambda: folder.find_resume(self.recipe, self.run))
         self.precision, self.peak_flops = world.from_first(self._choose_precision)
         self.attention: Attention = world.from_first(
             lambda: proofs.choose_attention(
@@ -83,27 +84,31 @@ class Setup:
             )
         )
         self.train_data, self.validation_data = world.each_node_first(lambda: prepare(self.plan))
-        changes = world.from_first(self._open_folder)
+        self.resume, changes = world.from_first(self._open_folder)
         if world.is_first:
             print("\n".join(describe(self, changes)), flush=True)
 
-    def train(
-        self, stop: SignalStop, weights: Mapping[str, torch.Tensor] | None, started: Callable[[], None] | None
-    ) -> RunResult:
+    def train(self, weights: Mapping[str, torch.Tensor] | None, started: Callable[[], None] | None) -> RunResult:
         """Build the model in its shards and what surrounds it, run the loop, export."""
         from meshtune.recipes import assembly
         from meshtune.training.loop import fit
 
         self.model, parallel = assembly.build_model(self, weights)
+        stop = SignalStop()
         parts, state, reporter = assembly.assemble(self, parallel, stop)
         if started is not None:
             started()
-        if state.step < parts.total_steps:
-            state = fit(parts, state, [reporter])
-        else:
+        if state.step >= parts.total_steps:
             reporter.say(
                 f"nothing to do: {self.run} has {state.step} steps already, and the recipe asks for {parts.total_steps}"
             )
+        with stop:
+            try:
+                state = fit(parts, state, [reporter])
+            except Interrupted:
+                # Who started the ranks ends all of them when the first has left: rank 0 may still write the report.
+                self.world.all_together(lambda: None)
+                raise
         target = self.run / "export" if self.recipe.checkpoint.exports_at_end else None
         if target is not None:
             self.export(target)
@@ -125,9 +130,16 @@ class Setup:
         asked = self.recipe.training.precision
         return choose_compute(stored if stored and asked == "auto" else asked, self.recipe, self.world.device)
 
-    def _open_folder(self) -> list[str]:
-        """Check that a checkpoint belongs to this recipe and data, then write the run folder's facts. Returns what changes."""
-        changes = [] if self.resume is None else self._changes(self.resume)
+    def _open_folder(self) -> tuple[Complete | None, list[str]]:
+        """Take the run folder, check that its checkpoint belongs to this recipe and data, then write its facts.
+
+        Returns the checkpoint to continue from and what is to be said of it.
+        """
+        self.held.enter_context(folder.take(self.run))
+        sweep(self.run)
+        resume = folder.find_resume(self.recipe, self.run)
+        changes = [] if resume is None else self._changes(resume)
+        changes += folder.clear_the_way(self.run, resume)
         data = self.train_data.report.as_dict()
         if self.validation_data is not None:
             data = {"train": data, "validation": self.validation_data.report.as_dict()}
@@ -137,10 +149,11 @@ class Setup:
             "precision": self.precision,
         }
         folder.write_facts(self.run, self.recipe, layout, data)
-        return changes
+        return resume, changes
 
     def _changes(self, resume: Complete) -> list[str]:
-        changes = folder.changes(folder.resolved_recipe(resume.path.parent.parent), self.recipe)
+        made_by = folder.continued(folder.resolved_recipe(resume.path.parent.parent), resume)
+        changes = [f"changed     {line}" for line in folder.changes(made_by, self.recipe)]
         if resume.manifest.get("data") != self.train_data.fingerprint:
             raise CheckpointError(
                 f"{resume.path} was trained on other data (its rows, tokenizer or lengths have changed since); restore them, or "
@@ -166,8 +179,7 @@ def describe(setup: Setup, changes: list[str]) -> list[str]:
         lines.append("WARNING     weights are held in bfloat16: updates below its rounding are lost")
     if setup.resume is not None:
         lines.append(f"resuming    from {setup.resume.path}, after step {setup.resume.step}")
-        lines += [f"changed     {line}" for line in changes]
-    return lines
+    return [*lines, *changes]
 
 
 def _by_auto(asked: str) -> str:
@@ -198,6 +210,6 @@ def prepare(plan: Plan) -> tuple[TokenDataset, TokenDataset | None]:
     """The tokenised training and validation rows."""
     from meshtune.data.prepare import prepare_training, prepare_validation
 
-    section, tokenizer, length = plan.recipe.data, plan.tokenizer, plan.max_seq_length
+    section, tokenizer, length = plan.recipe.rows, plan.tokenizer, plan.max_seq_length
     cache = cache_folder() / "data"
     return prepare_training(section, tokenizer, length, cache), prepare_validation(section, tokenizer, length, cache)

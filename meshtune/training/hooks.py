@@ -21,6 +21,9 @@ class Hook:
     def on_validation(self, state: TrainState, metrics: dict[str, float | int], epoch: float) -> None:
         """After each validation pass."""
 
+    def on_save(self, state: TrainState) -> None:
+        """Before a checkpoint is written: what has to outlive this process goes into `state`."""
+
     def on_checkpoint(self, state: TrainState, path: str) -> None:
         """After a checkpoint is complete."""
 

@@ -45,17 +45,18 @@ def fit(parts: Fit, state: TrainState, hooks: Sequence[Hook] = ()) -> TrainState
     for hook in hooks:
         hook.on_start(state, parts.total_steps)
     try:
-        if state.step == 0:
+        if state.step == 0 or state.validation_due:
             _validate(parts, state, hooks)
         while state.step < parts.total_steps:
             result = _advance(parts, state, hooks)
             last = state.step == parts.total_steps
-            stopped = result.interrupts or result.terminations
-            if last or (_due(state.step, parts.validate_every) and not stopped):
+            stopped = (result.interrupts or result.terminations) and not last
+            state.validation_due = last or _due(state.step, parts.validate_every)
+            if state.validation_due and not stopped:
                 _validate(parts, state, hooks)
             if last or stopped or _due(state.step, parts.save_every):
                 _save(parts, state, hooks)
-            if stopped and not last:
+            if stopped:
                 raise Interrupted(signal.SIGINT if result.interrupts else signal.SIGTERM, state.step)
     finally:
         for hook in hooks:
@@ -77,6 +78,7 @@ def _advance(parts: Fit, state: TrainState, hooks: Sequence[Hook]) -> StepResult
 
 
 def _validate(parts: Fit, state: TrainState, hooks: Sequence[Hook]) -> None:
+    state.validation_due = False
     if parts.validate is None:
         return
     metrics = parts.validate()
@@ -87,6 +89,8 @@ def _validate(parts: Fit, state: TrainState, hooks: Sequence[Hook]) -> None:
 def _save(parts: Fit, state: TrainState, hooks: Sequence[Hook]) -> None:
     if parts.save is None:
         return
+    for hook in hooks:
+        hook.on_save(state)
     path = parts.save(state)
     for hook in hooks:
         hook.on_checkpoint(state, path)

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import torch
 
-from meshtune.observe import LoggingSection, Recorder, loss_png, model_flops_utilization, peak_memory_bytes, write_report
+from meshtune.observe import (
+    LoggingSection,
+    Recorder,
+    loss_png,
+    model_flops_utilization,
+    peak_memory_bytes,
+    write_report,
+)
 from meshtune.training.hooks import Hook
 from meshtune.training.state import TrainState
 from meshtune.training.step import StepResult
@@ -36,6 +43,7 @@ class Reporter(Hook):
         self.progress.message(text)
 
     def on_start(self, state: TrainState, total_steps: int) -> None:
+        self.recorder.load_state_dict(state.recorded)
         if self.rank == 0:
             self.sinks = self.section.build_sinks(self.run, state.step)
         self.progress.start(total_steps, state.step)
@@ -75,16 +83,23 @@ class Reporter(Hook):
         self._write(state.step, metrics)
         self.progress.validation(state.step, metrics)
 
+    def on_save(self, state: TrainState) -> None:
+        """A checkpoint may fall inside a logging interval, which goes on when the run is resumed."""
+        state.recorded = self.recorder.state_dict()
+
     def on_checkpoint(self, state: TrainState, path: str) -> None:
         self.progress.message(f"saved {path}")
 
     def on_end(self, state: TrainState) -> None:
         self.progress.close()
-        for sink in self.sinks:
-            sink.close()
-        if self.rank == 0:
-            loss_png(self.run / "metrics.jsonl", self.run / "loss.png")
-            write_report(self.run)
+        try:
+            for sink in self.sinks:
+                sink.close()
+            if self.rank == 0:
+                loss_png(self.run / "metrics.jsonl", self.run / "loss.png")
+                write_report(self.run)
+        except OSError as error:  # a full disk, most often: the training, or the error that ended it, matters more
+            self.say(f"WARNING: the report could not be written: {error}")
 
     def _write(self, step: int, metrics: dict) -> None:
         for sink in self.sinks:

@@ -6,18 +6,24 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any
 
+_PATIENCE = 3
+"""So many signals of one kind end the process at once."""
+
 
 class Interrupted(Exception):
     """The run left on a signal, after its checkpoint was written."""
 
     def __init__(self, signum: int, step: int):
-        super().__init__(f"left on signal {signum} after step {step}")
+        super().__init__(f"left on {signal.Signals(signum).name} after step {step}, with a checkpoint")
         self.signum = signum
         self.step = step
 
 
 class SignalStop:
-    """While open, counts SIGINT and SIGTERM instead of dying of them. A third of either ends the process at once."""
+    """While open, counts SIGINT and SIGTERM instead of dying of them.
+
+    The third of either ends the process at once, which leaves the last complete checkpoint as it is.
+    """
 
     def __init__(self) -> None:
         self._counts = {signal.SIGINT: 0, signal.SIGTERM: 0}
@@ -40,5 +46,5 @@ class SignalStop:
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
         self._counts[signal.Signals(signum)] += 1
-        if self._counts[signal.Signals(signum)] >= 3:
+        if self._counts[signal.Signals(signum)] >= _PATIENCE:
             raise SystemExit(128 + signum)

@@ -1,4 +1,4 @@
-"""Where a run stands: everything beside weights and optimizer state that resuming needs, independent of the world size."""
+"""Where a run stands: all that resuming needs beside weights and optimizer state, independent of the world size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 @dataclass
 class TrainState:
-    """`step` optimizer steps are done; `loader` is the global data cursor after them.
+    """`step` optimizer steps are done; `loader` is the global data cursor after them, `recorded` what has been recorded
+    since the last logging step, and `validation_due` says that a signal kept a validation from being run.
 
     There is no random state: the numbers of a step follow from seed, step and rank (`step.seed_ranks`).
     """
@@ -17,6 +18,8 @@ class TrainState:
     tokens: int = 0
     supervised_tokens: int = 0
     loader: dict[str, int] = field(default_factory=dict)
+    recorded: dict[str, Any] = field(default_factory=dict)
+    validation_due: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

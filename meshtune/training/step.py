@@ -58,7 +58,13 @@ class TrainStep:
         stop: Stop | None = None,
     ):
         self.parallel, self.model, self.objective, self.optimizer = parallel, model, objective, optimizer
-        self.layout, self.device, self.max_grad_norm, self.seed, self.stop = layout, device, max_grad_norm, seed, stop
+        self.layout, self.device, self.max_grad_norm, self.seed, self.stop = (
+            layout,
+            device,
+            max_grad_norm,
+            seed,
+            stop,
+        )
 
     def __call__(self, batches: Sequence[Batch], step: int, learning_rate: float) -> StepResult:
         """Train on this rank's `batches` of 0-based optimizer step `step`. Raises TrainingError before the update if loss or
@@ -66,7 +72,9 @@ class TrainStep:
         seed_ranks(self.seed, step, self.layout.rank("batch"))
         supervised, tokens, interrupts, terminations = self._totals(batches)
         if supervised == 0:
-            raise TrainingError(f"step {step + 1}: no token of the global batch is supervised, so there is no loss to train on")
+            raise TrainingError(
+                f"step {step + 1}: no token of the global batch is supervised, so there is no loss to train on"
+            )
         loss_sum = self._backward(batches, self.parallel.gradient_divisor / supervised)
         dist.all_reduce(loss_sum, group=self.layout.group("loss"))
         norm = grad_norm(self._parameters())
@@ -82,7 +90,9 @@ class TrainStep:
     def _totals(self, batches: Sequence[Batch]) -> list[int]:
         """Supervised and real tokens of the global batch, and the signals received, in one reduction."""
         local = [sum(b.supervised_tokens for b in batches), sum(b.tokens for b in batches)]
-        totals = torch.tensor([*local, *(self.stop.requested() if self.stop else (0, 0))], dtype=torch.int64, device=self.device)
+        totals = torch.tensor(
+            [*local, *(self.stop.requested() if self.stop else (0, 0))], dtype=torch.int64, device=self.device
+        )
         dist.all_reduce(totals, group=self.layout.group("loss"))
         return [int(n) for n in totals.tolist()]
 

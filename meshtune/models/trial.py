@@ -1,0 +1,179 @@
+"""Try attention implementations on a twin: does a batch give every document what the document has alone?
+
+The reference is transformers' own eager attention, which each model file spells out, on one document at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from meshtune.data.batch import Batch
+from meshtune.data.collate import collate_packed, collate_padded
+from meshtune.errors import ModelError
+from meshtune.models.attention import DOCUMENT_ATTENTION
+from meshtune.models.causal_lm import CausalLM
+from meshtune.models.source import Source
+from meshtune.models.twin import build_twin, one_line, row_of_tokens, twin_config
+
+_LENGTHS = (11, 3, 9)
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
+
+
+class Trial:
+    """Tries implementations for one source, packed or padded. Nothing is built before the first try."""
+
+    def __init__(self, source: Source, packing: bool, device: torch.device):
+        self.source, self.packing, self.device = source, packing, device
+        self._references: dict[torch.dtype, _Reference] = {}
+
+    def __call__(self, implementation: str, dtype: torch.dtype) -> str | None:
+        """None if the implementation runs this architecture exactly, else why not, in one line.
+
+        Raises ModelError where no implementation would do.
+        """
+        reference = self._reference(dtype)
+        if implementation == DOCUMENT_ATTENTION and self.source.section.attention == "sdpa" and not self._has_sdpa:
+            return "this architecture has no scaled-dot-product attention in transformers"
+        try:
+            model = self._twin(implementation, dtype)
+            return reference.compare(model.train()) or reference.compare(model.eval())
+        except Exception as error:
+            return _reason(error)
+
+    @property
+    def _has_sdpa(self) -> bool:
+        return bool(self.source.model_class._supports_sdpa)
+
+    @cached_property
+    def _config(self) -> PreTrainedConfig:
+        return twin_config(self.source)
+
+    def _twin(self, implementation: str, dtype: torch.dtype) -> CausalLM:
+        return CausalLM(build_twin(self.source, self._config, implementation, self.device, dtype))
+
+    def _reference(self, dtype: torch.dtype) -> _Reference:
+        if dtype not in self._references:
+            model = self._twin("eager", dtype).train()
+            row = row_of_tokens(model.model, sum(_LENGTHS))
+            try:
+                tolerance = max(_TOLERANCE[dtype], 10 * _rounding(model, row))
+                problem = _sees_later_positions(model, row, tolerance) or _head_is_not_apart(model, row, tolerance)
+                if problem is None:
+                    self._references[dtype] = _Reference.of(model, row, self.packing, tolerance)
+            except Exception as error:
+                problem = f"its twin does not run ({one_line(error)})"
+            if problem is not None:
+                raise ModelError(f"model.name: {self.source.model_class.__name__}: {problem}")
+        return self._references[dtype]
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """A batch, and what each of its documents is alone: hidden states [N, hidden], gradient of the input embedding."""
+
+    batch: Batch
+    probe: Tensor
+    hidden_states: Tensor
+    gradient: Tensor
+    tolerance: float
+
+    @classmethod
+    def of(cls, model: CausalLM, row: Tensor, packing: bool, tolerance: float) -> _Reference:
+        parts = row.split(_LENGTHS)
+        documents = [(part.numpy(), np.ones(len(part), dtype=bool)) for part in parts]
+        batch = collate_packed(documents) if packing else collate_padded(documents, pad_token_id=int(row[0]))
+        alone = torch.cat([_hidden_states(model, part) for part in parts])
+        probe = torch.randn(alone.shape, generator=torch.Generator().manual_seed(1)).to(alone)
+        return cls(batch.to(alone.device), probe, alone.detach(), _gradient(model, alone, probe), tolerance)
+
+    def compare(self, model: CausalLM) -> str | None:
+        """None if the batch agrees with its documents alone."""
+        batch = self.batch
+        with model.documents(batch):
+            found = model.hidden_states(batch.input_ids, batch.position_ids, batch.attention_mask)
+            found = found[0] if batch.attention_mask is None else found[batch.attention_mask]
+            gradient = _gradient(model, found, self.probe) if model.training else None
+        what = "packed" if batch.packed else "padded"
+        if (error := _difference(found, self.hidden_states)) > self.tolerance:
+            return f"a {what} batch changes a document's hidden states by {error:.1e} of what they are alone"
+        if gradient is not None and (error := _difference(gradient, self.gradient)) > 10 * self.tolerance:
+            return f"a {what} batch changes the gradient by {error:.1e} of what its documents give alone"
+        return None
+
+
+def _hidden_states(model: CausalLM, ids: Tensor) -> Tensor:
+    """Of one document, as the model itself numbers its positions: [T] to [T, hidden]."""
+    ids = ids[None].to(next(model.parameters()).device)
+    return model.hidden_states(ids, torch.arange(ids.shape[1], device=ids.device)[None], None)[0]
+
+
+def _gradient(model: CausalLM, hidden_states: Tensor, probe: Tensor) -> Tensor:
+    """Gradient of the input embedding, for a loss that weighs every hidden state by `probe`."""
+    weight = model.model.get_input_embeddings().weight
+    return torch.autograd.grad((hidden_states * probe).sum(), weight)[0]
+
+
+@torch.no_grad()
+def _rounding(model: CausalLM, row: Tensor) -> float:
+    """What an error in the last digit of the embedding comes to in the hidden states: no comparison can be closer."""
+    weight = model.model.get_input_embeddings().weight
+    exact, hidden_states = weight.clone(), _hidden_states(model, row)
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)).to(weight)
+    weight.mul_(1 + torch.finfo(weight.dtype).eps * noise)
+    error = _difference(_hidden_states(model, row), hidden_states)
+    weight.copy_(exact)
+    return error
+
+
+@torch.no_grad()
+def _sees_later_positions(model: CausalLM, row: Tensor, tolerance: float) -> str | None:
+    whole, cut = _hidden_states(model, row), len(row) // 2
+    if whole.ndim != 2 or len(whole) != len(row):
+        return f"its head runs on a tensor of shape {tuple(whole.shape)} for {len(row)} positions, not on one vector for each"
+    error = _difference(_hidden_states(model, row[:cut]), whole[:cut])
+    if error <= tolerance:
+        return None
+    return (
+        f"with this config a position sees later ones (they change its hidden state by {error:.1e} of itself), so predicting "
+        "the next token would teach it nothing; the config of an encoder needs `is_decoder: true`"
+    )
+
+
+def _head_is_not_apart(model: CausalLM, row: Tensor, tolerance: float) -> str | None:
+    """The head, run on chosen positions, against the logits of the model's own forward."""
+    with torch.no_grad():
+        whole = model.model(input_ids=row[None].to(next(model.parameters()).device), use_cache=False).logits[0]
+        hidden_states = _hidden_states(model, row)
+        apart = torch.cat([model.head(chunk) for chunk in hidden_states.split(4)])
+    error = _difference(apart, whole)
+    if error > tolerance:
+        return f"its head run on chosen positions differs from its own logits by {error:.1e}"
+    foreign = _foreign_parameters(model, hidden_states[:2])
+    return f"its head also reads {foreign[0]}, which is not part of its output embedding" if foreign else None
+
+
+def _foreign_parameters(model: CausalLM, hidden_states: Tensor) -> list[str]:
+    """Parameters on the way from the head's input to the logits that are not the head's own."""
+    own = {id(parameter) for parameter in model.head_parameters}
+    others = {n: p for n, p in model.model.named_parameters() if id(p) not in own and p.requires_grad}
+    logits = model.head(hidden_states)
+    gradients = torch.autograd.grad(logits.sum(), list(others.values()), allow_unused=True)
+    return [name for name, gradient in zip(others, gradients, strict=True) if gradient is not None]
+
+
+def _difference(found: Tensor, wanted: Tensor) -> float:
+    if found.shape != wanted.shape or not torch.isfinite(found).all():
+        return float("inf")
+    return ((found - wanted).float().abs().max() / wanted.float().abs().max().clamp_min(1e-12)).item()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValueError | ImportError) and "support" in str(error):
+        return "transformers does not offer it for this architecture, or not on this machine"
+    return f"does not run ({one_line(error)})"
