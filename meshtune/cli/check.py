@@ -16,7 +16,8 @@ def check(
     nproc: Annotated[int, typer.Option(min=1, help="The world size to check the layout for.")] = 1,
 ) -> None:
     """Validate all that can be known of RECIPE without training, and print it resolved."""
-    with exits():
+    with exits() as phase:
+        phase.recipe = (recipe, overrides or ())
         from meshtune.cli.quiet import quiet
         from meshtune.config import dump, load
         from meshtune.recipes.recipe import Recipe

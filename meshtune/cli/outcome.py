@@ -7,9 +7,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,12 +22,23 @@ _AFTER_RANK_0_S = 1.0
 
 
 class Phase:
-    """Whether training has begun, on which the exit code of an error depends."""
+    """Whether training has begun, on which the exit code of an error depends, and which recipe the command reads."""
 
     training = False
+    recipe: tuple[Path, Sequence[str]] | None = None
 
     def begin_training(self) -> None:
         self.training = True
+
+    def placed(self, text: str) -> str:
+        """`text` with the file and line of each setting that it blames."""
+        if self.recipe is None:
+            return text
+        from meshtune.config import with_places
+        from meshtune.recipes.recipe import Recipe
+
+        path, overrides = self.recipe
+        return with_places(Recipe, text, path, overrides)
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,7 @@ def exits() -> Iterator[Phase]:
 def _failure(error: BaseException, phase: Phase) -> _Failure:
     code = 1 if phase.training else 2
     if isinstance(error, MeshtuneError):
-        return _Failure(code, f"error: {error}", error.shared)
+        return _Failure(code, f"error: {phase.placed(str(error))}", error.shared)
     if isinstance(error, KeyboardInterrupt):
         return _Failure(130, _left(signal.SIGINT, phase), shared=True)
     if isinstance(error, SystemExit):

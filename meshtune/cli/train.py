@@ -35,6 +35,7 @@ def train(
         from meshtune.launch.rank import report_for_duty
 
         report_for_duty()
+        phase.recipe = (recipe, overrides or ())
         loaded = _load(recipe, overrides, nproc)
         if nproc is None:
             _run(loaded, device, phase.begin_training)

@@ -26,7 +26,6 @@ _PATIENCE = 3
 
 def launch(nproc: int, arguments: Sequence[str]) -> int:
     """Run `python -m meshtune <arguments>` as `nproc` ranks. Returns 0, or the exit code of the first that failed."""
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     with tempfile.TemporaryDirectory(prefix="meshtune-", ignore_cleanup_errors=True) as folder:
         os.environ[FOLDER], os.environ[LAUNCHER] = folder, str(os.getpid())
@@ -43,6 +42,8 @@ def _run_agent(nproc: int, arguments: Sequence[str], folder: str, outcome: list[
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # Importing torch sets the levels of its loggers. What is worth saying of the ranks, `_exit_code` says.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

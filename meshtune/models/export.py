@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
+from meshtune.models import hub
 from meshtune.models.hf import unit_names
 from meshtune.models.naming import CheckpointNames
 from meshtune.models.shards import Shards, write_json
@@ -182,6 +183,7 @@ def _original(source: Source, name: str) -> Path | None:
         source.location,
         name,
         revision=source.section.revision,
+        local_files_only=hub.local_files_only(source.location),
         _raise_exceptions_for_gated_repo=False,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,

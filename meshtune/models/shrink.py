@@ -131,7 +131,7 @@ def _is_layer_index(name: str, value: list | tuple, count: int) -> bool:
     """A list such as `full_attn_idxs: [2, 5, 8]`, of layers and not with an entry for each."""
     if not value or not re.search("layer|idx|index", name) or any(type(item) is not int for item in value):
         return False
-    return list(value) == sorted(set(value)) and 0 <= value[0] and value[-1] < count
+    return list(value) == sorted(set(value)) and value[0] >= 0 and value[-1] < count
 
 
 def _is_size(name: str) -> bool:

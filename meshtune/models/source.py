@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.modeling_utils import _get_resolved_checkpoint_files
 from transformers.models.auto.auto_factory import _get_model_class
 
 from meshtune.errors import ModelError
+from meshtune.models import hub
 from meshtune.models.section import ModelSection
 
 _INDEX = "model.safetensors.index.json"
@@ -81,16 +83,18 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     """The model's own tokenizer. Raises ModelError if there is none."""
     location, gguf_file = _locate(section)
     extra = {"gguf_file": gguf_file} if gguf_file and not section.tokenizer else {}
-    name = section.tokenizer or location
+    name = str(Path(section.tokenizer).expanduser()) if section.tokenizer else location
     try:
         return AutoTokenizer.from_pretrained(
             name,
             revision=section.revision if not section.tokenizer else None,
             trust_remote_code=section.trust_remote_code,
+            local_files_only=hub.local_files_only(name),
             **extra,
         )
     except Exception as error:
-        raise ModelError(f"model.tokenizer: no tokenizer could be loaded from {name}: {_first_line(error)}") from error
+        reason = hub.reason(name, error)
+        raise ModelError(f"model.tokenizer: no tokenizer could be loaded from {name}: {reason}") from error
 
 
 def _locate(section: ModelSection) -> tuple[str, str | None]:
@@ -117,10 +121,15 @@ def _config(section: ModelSection, location: str, gguf_file: str | None) -> PreT
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
         return AutoConfig.from_pretrained(
-            location, revision=section.revision, trust_remote_code=section.trust_remote_code, **extra
+            location,
+            revision=section.revision,
+            trust_remote_code=section.trust_remote_code,
+            local_files_only=hub.local_files_only(location),
+            **extra,
         )
     except Exception as error:
-        raise ModelError(f"model.name: no config could be read for {section.name}: {_first_line(error)}") from error
+        reason = hub.reason(location, error)
+        raise ModelError(f"model.name: no config could be read for {section.name}: {reason}") from error
 
 
 def _refuse_quantized(section: ModelSection, config: PreTrainedConfig) -> None:
@@ -140,7 +149,8 @@ def _model_class(section: ModelSection, location: str, config: PreTrainedConfig)
         return causal_lm(config)
     except Exception as error:
         raise ModelError(
-            f"model.name: {section.name} has model_type {config.model_type!r}, for which transformers has no causal language model"
+            f"model.name: {section.name} has model_type {config.model_type!r}, for which transformers has no causal language "
+            "model"
         ) from error
 
 
@@ -156,8 +166,6 @@ def weight_files(
     section: ModelSection, location: str, config: PreTrainedConfig, model_class: type, gguf_file: str | None
 ) -> list[str]:
     """Paths of every weight file, downloaded if `location` is a hub id, each checked."""
-    from transformers.modeling_utils import _get_resolved_checkpoint_files
-
     if Path(location).is_dir():
         _check_index(Path(location))
     try:
@@ -169,11 +177,11 @@ def weight_files(
             user_agent=None,
             is_remote_code=section.trust_remote_code,
             transformers_explicit_filename=getattr(config, "transformers_weights", None),
-            download_kwargs={"revision": section.revision},
+            download_kwargs={"revision": section.revision, "local_files_only": hub.local_files_only(location)},
         )
     except Exception as error:
         raise ModelError(
-            f"model.name: no safetensors weights could be found for {section.name}: {_first_line(error)}; "
+            f"model.name: no safetensors weights could be found for {section.name}: {hub.reason(location, error)}; "
             "to start from random weights write `weights: random`"
         ) from error
     for file in files or []:
@@ -184,7 +192,7 @@ def weight_files(
 
 def _check_index(folder: Path) -> None:
     index = folder / _INDEX
-    if not index.is_file():
+    if not index.is_file() or (folder / "model.safetensors").is_file():
         return
     try:
         wanted = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -238,8 +246,3 @@ def _checkpoint_dtype(files: list[str]) -> torch.dtype | None:
                 dtype = _DTYPES[entry["dtype"]]
                 elements[dtype] += math.prod(entry["shape"])
     return max(elements, key=elements.__getitem__, default=None)
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

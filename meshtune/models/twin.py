@@ -37,7 +37,8 @@ def twin_config(source: Source) -> PreTrainedConfig:
     try:
         candidates = list(_candidates(source))
     except Exception as error:
-        raise ModelError(f"model.name: transformers cannot build {source.model_class.__name__} from this config ({one_line(error)})") from error
+        name = source.model_class.__name__
+        raise ModelError(f"model.name: transformers cannot build {name} from this config ({one_line(error)})") from error
     reason = f"it has more than {_LARGEST:,} parameters however it is cut"
     for limit in (_SMALL_ENOUGH, _LARGEST):
         for values in candidates:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import Field
-from torch import nn
 
 from meshtune.config import Section
-from meshtune.optim.parameter_groups import parameter_groups
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 __all__ = ["OptimizerSection"]
 
@@ -71,6 +72,10 @@ class OptimizerSection(Section):
         Raises:
             ModelError: no parameter is trainable.
         """
+        import torch
+
+        from meshtune.optim.parameter_groups import parameter_groups
+
         groups = parameter_groups(named_modules, self.weight_decay)
         parameters = [p for group in groups for p in group["params"]]
         if self.name == "adamw":

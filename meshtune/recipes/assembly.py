@@ -54,9 +54,7 @@ def assemble(setup: Setup, parallel: Parallel, stop: SignalStop) -> tuple[Fit, T
     recipe, layout, device = setup.recipe, setup.layout, setup.world.device
     model = setup.model.model
     optimizer = recipe.optimizer.build(model.named_modules(), recipe.training.learning_rate)
-    order, loader = _order(setup, setup.train_data)
-    total_steps = recipe.training.total_steps(order.batches_per_epoch)
-    factor = recipe.lr_scheduler.build(total_steps)
+    loader = Loader(setup.course.order, **_share(setup))
     keeper = checkpoint.Checkpointer(setup.run, model, optimizer, recipe.checkpoint.keep)
     setup.world.from_first(lambda: checkpoint.check_space(setup.run, checkpoint.bytes_needed(model, optimizer)))
     state = TrainState()
@@ -77,28 +75,14 @@ def assemble(setup: Setup, parallel: Parallel, stop: SignalStop) -> tuple[Fit, T
     parts = Fit(
         step=step,
         loader=loader,
-        learning_rate=lambda k: recipe.training.learning_rate * factor(k),
-        total_steps=total_steps,
-        save=_saver(setup, keeper, total_steps),
+        learning_rate=lambda k: recipe.training.learning_rate * setup.course.factor(k),
+        total_steps=setup.course.total_steps,
+        save=_saver(setup, keeper),
         save_every=recipe.checkpoint.every_steps,
         validate=_validator(setup, parallel),
         validate_every=recipe.training.eval_every_steps,
     )
     return parts, state, _reporter(setup)
-
-
-def _order(setup: Setup, data: Any) -> tuple[GlobalOrder, Loader]:
-    recipe, section = setup.recipe, setup.recipe.data
-    order = GlobalOrder(
-        data,
-        setup.plan.sizes.global_batch_size,
-        shuffle=section.shuffle,
-        seed=recipe.seed,
-        packing=section.packing,
-        max_seq_length=setup.plan.max_seq_length,
-        drop_last=section.drop_last,
-    )
-    return order, Loader(order, **_share(setup))
 
 
 def _share(setup: Setup) -> dict[str, int]:
@@ -110,7 +94,7 @@ def _share(setup: Setup) -> dict[str, int]:
     }
 
 
-def _saver(setup: Setup, keeper: checkpoint.Checkpointer, total_steps: int) -> Any:
+def _saver(setup: Setup, keeper: checkpoint.Checkpointer) -> Any:
     def save(state: TrainState) -> str:
         facts = {
             "state": state.as_dict(),
@@ -119,7 +103,7 @@ def _saver(setup: Setup, keeper: checkpoint.Checkpointer, total_steps: int) -> A
             "global_batch_size": setup.plan.sizes.global_batch_size,
             "precision": setup.precision,
             "attention": setup.attention.implementation,
-            "total_steps": total_steps,
+            "total_steps": setup.course.total_steps,
         }
         path = keeper.save(state.step, facts)
         if setup.recipe.checkpoint.export == "all":

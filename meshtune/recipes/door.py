@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshtune.checkpoint import folder as checkpoint_folder
 from meshtune.checkpoint.lock import RunLock
-from meshtune.config import dump, load
+from meshtune.config import dump, load, recipe_hash
 from meshtune.errors import CheckpointError
 from meshtune.observe import environment
 from meshtune.observe.atomic import write_atomically
@@ -40,7 +40,8 @@ _DECLARED = ("training", "lr_scheduler", *_OPTIMIZER_CONSTANTS)
 def write_facts(run: Path, recipe: Recipe, layout: dict[str, Any], data: dict[str, Any]) -> None:
     """`recipe.resolved.yaml`, `layout.json`, `data.json`, `environment.json`."""
     texts = {RESOLVED: dump(recipe)}
-    for name, values in (("layout", layout), ("data", data), ("environment", environment())):
+    around = {"recipe_hash": recipe_hash(recipe), **environment()}
+    for name, values in (("layout", layout), ("data", data), ("environment", around)):
         texts[f"{name}.json"] = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
     try:
         for name, text in texts.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from meshtune.training.section import BatchSizes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from meshtune.data.dataset import TokenDataset
+    from meshtune.data.order import GlobalOrder
     from meshtune.models.source import Source
 
 _DEFAULT_SEQUENCE = 2048
@@ -76,3 +79,31 @@ def default_folder(recipe: Recipe) -> str:
 def in_folder(recipe: Recipe, folder: str) -> Recipe:
     """The same recipe in another run folder."""
     return recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"dir": folder})})
+
+
+@dataclass(frozen=True)
+class Course:
+    """The rows in the order in which training meets them, how many optimizer steps that takes, and the factor of the
+    learning rate at each."""
+
+    order: GlobalOrder
+    total_steps: int
+    factor: Callable[[int], float]
+
+
+def course(plan: Plan, data: TokenDataset) -> Course:
+    """Raises DataError or RecipeError where data, batch size, length of the run and schedule do not fit together."""
+    from meshtune.data.order import GlobalOrder
+
+    recipe, section = plan.recipe, plan.recipe.data
+    order = GlobalOrder(
+        data,
+        plan.sizes.global_batch_size,
+        shuffle=section.shuffle,
+        seed=recipe.seed,
+        packing=section.packing,
+        max_seq_length=plan.max_seq_length,
+        drop_last=section.drop_last,
+    )
+    total_steps = recipe.training.total_steps(order.batches_per_epoch)
+    return Course(order, total_steps, recipe.lr_scheduler.build(total_steps))

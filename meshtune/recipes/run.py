@@ -84,6 +84,7 @@ class Setup:
             )
         )
         self.train_data, self.validation_data = world.each_node_first(lambda: prepare(self.plan))
+        self.course = world.all_together(lambda: planning.course(self.plan, self.train_data))
         self.resume, changes = world.from_first(self._open_folder)
         if world.is_first:
             print("\n".join(describe(self, changes)), flush=True)

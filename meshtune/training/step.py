@@ -14,7 +14,7 @@ from meshtune.data.batch import Batch
 from meshtune.errors import TrainingError
 from meshtune.layout import Layout
 from meshtune.models.causal_lm import CausalLM
-from meshtune.optim import clip_grad_norm_, grad_norm
+from meshtune.optim.grad_norm import clip_grad_norm_, grad_norm
 from meshtune.parallel import Parallel
 
 Objective = Callable[[CausalLM, Batch], tuple[Tensor, Tensor, dict[str, Tensor]]]

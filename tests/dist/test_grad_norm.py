@@ -20,7 +20,8 @@ from torch.distributed.tensor import (
 )
 
 from meshtune.errors import TrainingError
-from meshtune.optim import OptimizerSection, clip_grad_norm_, grad_norm
+from meshtune.optim.grad_norm import clip_grad_norm_, grad_norm
+from meshtune.optim.section import OptimizerSection
 from tests.ranks import Ranks
 
 

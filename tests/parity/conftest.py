@@ -55,7 +55,7 @@ class Bench:
         change: Callable[[nn.Module], None] | None = None,
         **settings: Any,
     ) -> Path:
-        """The folder of an architecture; a named variant has other settings or changed weights."""
+        """The folder of an architecture; a named variant has other settings, or weights that were changed."""
         name = f"{architecture}-{variant}" if variant else architecture
         if name not in self._models:
             self._models[name] = save_model(self.folder / name, architecture, self.tokenizer, change, **settings)

@@ -56,16 +56,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Its routers hold a parameter that no gradient reaches.
+# Routers of this one hold a parameter that no gradient reaches.
 UNREACHED = "ernie4_5_moe"
-_UNREACHED = {
-    **_COMMON,
-    "moe_num_experts": 4,
-    "moe_k": 2,
-    "moe_intermediate_size": 16,
-    "moe_layer_start_index": 0,
-    "moe_num_shared_experts": 1,
-    "use_bias": False,
+
+_SETTINGS: dict[str, dict[str, Any]] = {
+    **ARCHITECTURES,
+    UNREACHED: {
+        **_COMMON,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 16,
+        "moe_layer_start_index": 0,
+        "moe_num_shared_experts": 1,
+    },
 }
 
 
@@ -74,11 +77,12 @@ def save_model(
     architecture: str,
     tokenizer: PreTrainedTokenizerBase,
     change: Callable[[torch.nn.Module], None] | None = None,
+    dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> Path:
-    """Write a model folder with its tokenizer; `change` may alter the weights, `settings` the config."""
+    """Write a model folder with its tokenizer, weights in `dtype`; `change` may alter them, `settings` the config."""
     ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    values = {**ARCHITECTURES.get(architecture, _UNREACHED), **ids, "vocab_size": len(tokenizer), **settings}
+    values = {**_SETTINGS[architecture], **ids, "vocab_size": len(tokenizer), **settings}
     config = AutoConfig.for_model(architecture, **values)
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -88,6 +92,6 @@ def save_model(
                 parameter.normal_(0.0, 0.1)
         if change is not None:
             change(model)
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

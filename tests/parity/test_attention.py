@@ -1,4 +1,4 @@
-"""Packed documents are isolated on every attention implementation (C29, C12), padded rows are masked on each."""
+"""Packed documents are isolated, and padding is masked, by every attention implementation (C29, C12)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from tests.parity.runs import check_course
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3"])
+@pytest.mark.parametrize(
+    ("architecture", "attention"),
+    [("llama", "eager"), ("llama", "sdpa"), ("phi3", "eager"), ("phi3", "sdpa"), ("gemma2", "eager")],
+)
 def test_an_attention_implementation_trains_as_a_plain_loop(
-    bench: Bench, attention: str, architecture: str, packed: bool
+    bench: Bench, architecture: str, attention: str, packed: bool
 ) -> None:
+    """With and without windows and soft-capped scores. What `auto` chooses is met by every other test."""
     recipe = bench.recipe(bench.model(architecture), packed, training={"per_device_batch_size": 4})
     recipe["model"]["attention"] = attention
     check_course(bench.run(1, recipe)[0], bench.plain(architecture, packed))

@@ -8,6 +8,7 @@ import pytest
 
 from tests.parity.conftest import GLOBAL_BATCH, Bench
 from tests.parity.models import ARCHITECTURES, UNREACHED
+from tests.parity.reference import Hyperparameters, train_plainly
 from tests.parity.runs import check_course
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -53,6 +54,19 @@ def test_a_parameter_that_no_gradient_reaches(bench: Bench, layout: str, packed:
     training = {"per_device_batch_size": GLOBAL_BATCH // world_size // accumulation}
     recipe = bench.recipe(bench.model(UNREACHED), packed, distributed=distributed, training=training)
     check_course(bench.run(world_size, recipe)[0], bench.plain(UNREACHED, packed))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "packed"), [("fsdp2", False), ("fsdp2", True), ("ddp", True)], ids=["padded", "packed", "ddp"]
+)
+def test_three_ranks_hold_uneven_parts_and_some_none(bench: Bench, strategy: str, packed: bool) -> None:
+    """Two experts, their router and key heads of 8 are no multiple of three."""
+    settings = {"num_experts": 2, "num_experts_per_tok": 1, "tie_word_embeddings": True}
+    model = bench.model("qwen3_moe", "two-experts", **settings)
+    wanted = train_plainly(model, bench.windows(packed), Hyperparameters(), bench.rows("validation"))
+    training = {"per_device_batch_size": 2}
+    recipe = bench.recipe(model, packed, distributed={"strategy": strategy}, training=training)
+    check_course(bench.run(3, recipe)[0], wanted)
 
 
 @pytest.mark.parametrize("layouts", [("one", "one-ddp"), ("fsdp2", "ddp2")], ids=["one", "two"])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.parity.conftest import Bench
-from tests.parity.reference import Course
-from tests.parity.runs import exported_weights
+from tests.parity.reference import Course, Hyperparameters, train_plainly
+from tests.parity.runs import check_course, exported_weights
 
 # Far below half a unit of bf16's rounding of a weight of 0.15: a bf16 weight would not move.
 LEARNING_RATE = 1e-5
@@ -50,3 +51,18 @@ def test_bf16_computes_and_float32_keeps(
     assert found.validation_loss == pytest.approx(wanted.validation_loss, rel=1e-2)
     assert (moved - should_move).norm() < 0.2 * should_move.norm()
     assert all(digest.startswith("torch.float32") for rank in digests for digest in rank.values())
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_a_bf16_checkpoint_trains_in_float32(bench: Bench, packed: bool) -> None:
+    """`model.dtype: auto`: its weights are held in float32, and exported in its own dtype (C74)."""
+    folder = bench.model("llama", "bf16", dtype=torch.bfloat16)
+    wanted = train_plainly(folder, bench.windows(packed), Hyperparameters(), bench.rows("validation"))
+    found, digests = bench.run(2, bench.recipe(folder, packed, training={"per_device_batch_size": 2}))
+    assert all(digest.startswith("torch.float32") for rank in digests for digest in rank.values())
+    rounded = {name: weight.bfloat16().float() for name, weight in wanted.weights.items()}
+    check_course(replace(found, weights={}), replace(wanted, weights={}))
+    for name, weight in rounded.items():
+        different = found.weights[name] != weight
+        assert different.float().mean() < 1e-2, name
+        torch.testing.assert_close(found.weights[name], weight, rtol=2**-7, atol=1e-6)

@@ -12,7 +12,7 @@ from transformers import optimization
 
 from meshtune.config import from_mapping
 from meshtune.errors import RecipeError
-from meshtune.optim import LRSchedulerSection
+from meshtune.optim.schedule import LRSchedulerSection
 
 TRANSFORMERS: dict[str, Callable[..., Any]] = {
     "constant": lambda o, w, t, d, m: optimization.get_constant_schedule_with_warmup(o, w),
@@ -104,7 +104,7 @@ def test_a_pure_function_of_the_step_needs_no_state_to_resume() -> None:
 @pytest.mark.parametrize(
     ("settings", "total", "message"),
     [
-        ({"warmup_steps": 11}, 10, r"warmup_steps: 11\): warm-up of 11 optimizer steps in a run of 10"),
+        ({"warmup_steps": 11}, 10, r"warmup_steps: warm-up of 11 optimizer steps in a run of 10"),
         ({"name": "wsd", "warmup_steps": 5, "decay_ratio": 0.6}, 10, "warm-up and decay of 11"),
         ({}, 0, "needs at least 1"),
     ],

@@ -8,7 +8,8 @@ from torch import nn
 
 from meshtune.config import from_mapping
 from meshtune.errors import ModelError, RecipeError
-from meshtune.optim import OptimizerSection, parameter_groups
+from meshtune.optim.parameter_groups import parameter_groups
+from meshtune.optim.section import OptimizerSection
 
 
 class RMSNorm2d(nn.Module):
