@@ -82,14 +82,17 @@ class Checkpointer:
         first = next((text for text in reasons if text), None)
         if first is None:
             return
-        if beside is not None and dist.get_rank() == 0:
-            folder.discard(beside)
-        dist.barrier()
-        path, free = folder.path_of(self._run, step), shutil.disk_usage(self._run).free
-        error = CheckpointError(
-            f"the checkpoint {path} could not be written: {first}. It needs about {self._nbytes:,} bytes, and the disk "
-            f"has {free:,} bytes free. The checkpoints before it are complete; the same command continues from them"
-        )
+        message = [""]
+        if dist.get_rank() == 0:
+            if beside is not None:
+                folder.discard(beside)
+            path, free = folder.path_of(self._run, step), shutil.disk_usage(self._run).free
+            message[0] = (
+                f"the checkpoint {path} could not be written: {first}. It needs about {self._nbytes:,} bytes, and the disk "
+                f"has {free:,} bytes free. The checkpoints before it are complete; the same command continues from them"
+            )
+        dist.broadcast_object_list(message, src=0)
+        error = CheckpointError(message[0])
         error.shared = True
         raise error
 

@@ -114,7 +114,12 @@ def discard(beside: Path) -> None:
 
 
 def sweep(run: Path) -> None:
-    """Remove what a killed process left half-written. A complete old folder whose successor never came is put back."""
+    """Remove what a killed process left half-written. A complete old folder whose successor never came is put back.
+
+    Only for who holds the run folder's lock.
+    """
+    for left in run.glob(".*.tmp"):
+        left.unlink(missing_ok=True)
     for old in (run / "checkpoints").glob(".step-*.old"):
         final = old.with_name(old.name.removeprefix(".").removesuffix(".old"))
         if not final.exists():

@@ -96,7 +96,7 @@ def _signal_of(error: SystemExit) -> int:
 def _left(signum: int, phase: Phase) -> str:
     name = signal.Signals(signum).name
     if not phase.training:
-        return f"left on {name}, before training began"
+        return f"left on {name}"
     return f"left at once on {name}; the last complete checkpoint stands, and the same command continues from it"
 
 

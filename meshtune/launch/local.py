@@ -7,6 +7,7 @@ step to stop at.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -111,10 +112,11 @@ class _PassedOn:
         enough = self._counts[signal.Signals(signum)] >= _PATIENCE
         pids = self._pids()
         for pid in pids:
-            try:
-                os.kill(pid, getattr(signal, "SIGKILL", signum) if enough else signum)
-            except OSError:
-                continue  # that rank has ended already
+            with contextlib.suppress(OSError):  # a rank that has ended already
+                if enough:
+                    os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
+                elif os.name == "posix":  # Windows hands Ctrl-C to every process of a console itself
+                    os.kill(pid, signum)
         if enough or not pids:
             raise SystemExit(128 + signum)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 DOCUMENT_ATTENTION = "meshtune_documents"
+_BLOCK = 256
 
 _current_lengths: list[list[int] | None] = [None]
 
@@ -56,68 +58,72 @@ def document_attention(
     """Attention per document.
 
     query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim]; returns ([1, T, heads, head_dim], None).
+    `sliding_window` counts the position itself; `softcap` bounds scores by tanh; `s_aux` [heads] holds a score of nothing
+    (a sink) for each head. What else a model hands over is left alone: proofs.py finds out whether it mattered.
     """
     lengths = _current_lengths[-1] or [query.shape[2]]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    parts = []
-    for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
-        window = sliding_window if sliding_window is not None and sliding_window < q.shape[2] else None
-        if softcap is None and s_aux is None:
-            parts.append(_fused(q, k, v, scaling, dropout, window, causal))
-        else:
-            parts.append(_explicit(q, k, v, scaling, dropout, window, causal, softcap, s_aux, module.training))
+    scores = _Scores(scaling, dropout if module.training else 0.0, softcap, s_aux)
+    parts = [
+        _document(*document, scores, sliding_window, causal)
+        for document in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    ]
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
 
-def _fused(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, window: int | None, causal: bool
-) -> Tensor:
-    mask = None if window is None else _allowed(q.shape[2], window, causal, q.device)
-    return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=causal and mask is None,
-        scale=scaling,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+@dataclass(frozen=True)
+class _Scores:
+    """How a layer turns queries and keys into weights."""
+
+    scaling: float | None
+    dropout: float
+    softcap: float | None
+    s_aux: Tensor | None
+
+    @property
+    def fused(self) -> bool:
+        """Whether one kernel does it all."""
+        return self.softcap is None and self.s_aux is None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, causal: bool = False) -> Tensor:
+        """`allowed` [queries, keys] is true where a query may see a key; None with `causal` if positions alone decide."""
+        if self.fused:
+            grouped = q.shape[1] != k.shape[1]
+            return F.scaled_dot_product_attention(q, k, v, allowed, self.dropout, causal, scale=self.scaling, enable_gqa=grouped)
+        return self._written_out(q, k, v, allowed)
+
+    def _written_out(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
+        """For soft-caps and sinks, which the fused kernel has no place for."""
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = q @ k.transpose(2, 3) * (self.scaling if self.scaling is not None else q.shape[-1] ** -0.5)
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+        if self.s_aux is not None:
+            sink = self.s_aux.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
+            scores = torch.cat([scores, sink], -1)
+        weights = scores.float().softmax(-1)[..., : k.shape[2]].to(q.dtype)
+        return F.dropout(weights, self.dropout) @ v
 
 
-def _explicit(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    causal: bool,
-    softcap: float | None,
-    s_aux: Tensor | None,
-    training: bool,
-) -> Tensor:
-    """The same, written out for score soft-capping and attention sinks, which the fused kernel has no place for."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = q @ k.transpose(2, 3) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if causal or window is not None:
-        scores = scores.masked_fill(~_allowed(q.shape[2], window, causal, q.device), torch.finfo(scores.dtype).min)
-    if s_aux is not None:
-        sink = s_aux.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
-        weights = torch.cat([scores, sink], -1).float().softmax(-1)[..., :-1].to(q.dtype)
-    else:
-        weights = scores.float().softmax(-1).to(q.dtype)
-    return F.dropout(weights, dropout, training) @ v
-
-
-def _allowed(length: int, window: int | None, causal: bool, device: torch.device) -> Tensor:
-    """[length, length], True where a query (row) may see a key (column)."""
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
-    allowed = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    return allowed if window is None else allowed & (distance.abs() < window)
+def _document(q: Tensor, k: Tensor, v: Tensor, scores: _Scores, window: int | None, causal: bool) -> Tensor:
+    """One document: at once where positions alone decide, else by blocks of queries, each with the keys that it may see."""
+    length = q.shape[2]
+    windowed = window is not None and window < length
+    if not windowed and (scores.fused or not causal):
+        return scores.attend(q, k, v, None, causal)
+    reach = window if window is not None and windowed else length
+    block = max(reach, _BLOCK) if windowed else _BLOCK
+    parts = []
+    for start in range(0, length, block):
+        stop = min(start + block, length)
+        first, last = max(0, start - reach + 1), stop if causal else min(length, stop + reach - 1)
+        distance = torch.arange(start, stop, device=q.device)[:, None] - torch.arange(first, last, device=q.device)
+        allowed = (distance < reach) & (distance >= (0 if causal else 1 - reach))
+        parts.append(scores.attend(q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last], allowed))
+    return torch.cat(parts, dim=2)
 
 
 AttentionInterface.register(DOCUMENT_ATTENTION, document_attention)

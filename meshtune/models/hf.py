@@ -6,7 +6,6 @@ The only file that calls transformers' private loading functions; tests/unit/tes
 from __future__ import annotations
 
 import copy
-import re
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import ContextManagers
 
 from meshtune.errors import ModelError
+from meshtune.models.fitting import check_fits, names, refuse_misfits
 from meshtune.models.source import Source
 
 
@@ -42,11 +42,30 @@ def build(source: Source, attention: str) -> PreTrainedModel:
 def load(model: PreTrainedModel, source: Source, device: torch.device) -> None:
     """Fill every parameter and buffer of a (sharded) meta model from the checkpoint; each rank reads only its slices.
 
-    Raises ModelError naming every missing, unexpected or mismatched tensor.
+    Raises ModelError naming every missing, unexpected or mismatched tensor, before any is read.
     """
-    model._is_distributed_loading_by_transformers = any(isinstance(p, DTensor) for p in model.parameters())
     quantizer, state_dict = _gguf(model, source) if source.gguf_file else (None, None)
-    load_config = LoadStateDictConfig(
+    if state_dict is None:
+        whole = build(source, "eager")
+        check_fits(whole, source, _load_config(whole, source, torch.device("meta")))
+    tied = dict(model.all_tied_weights_keys)
+    model._is_distributed_loading_by_transformers = any(isinstance(p, DTensor) for p in model.parameters())
+    load_config = _load_config(model, source, device, quantizer)
+    files = None if state_dict is not None else source.files
+    try:
+        info, _ = type(model)._load_pretrained_model(model, state_dict, files, load_config)
+        info = type(model)._finalize_model_loading(model, load_config, info)
+    except Exception as error:
+        raise ModelError(f"model.name: {source.name} could not be loaded: {error}") from error
+    refuse_misfits(model, source, info)
+    _check_tied(tied, model)
+    finish(model, device)
+
+
+def _load_config(
+    model: PreTrainedModel, source: Source, device: torch.device, quantizer: HfQuantizer | None = None
+) -> LoadStateDictConfig:
+    return LoadStateDictConfig(
         pretrained_model_name_or_path=source.name,
         ignore_mismatched_sizes=True,  # transformers' own error does not name them; ours does
         device_map={"": device},
@@ -55,51 +74,25 @@ def load(model: PreTrainedModel, source: Source, device: torch.device) -> None:
         hf_quantizer=quantizer,
         weight_mapping=get_model_conversion_mapping(model, None, quantizer),
     )
-    files = None if state_dict is not None else source.files
-    try:
-        info, _ = type(model)._load_pretrained_model(model, state_dict, files, load_config)
-        mismatched = sorted(info.mismatched_keys)
-        info = type(model)._finalize_model_loading(model, load_config, info)
-    except Exception as error:
-        raise ModelError(f"model.name: {source.name} could not be loaded: {error}") from error
-    _check_loaded(model, source, info, mismatched)
-    finish(model, device)
 
 
-def finish(model: PreTrainedModel, device: torch.device) -> None:
-    """After every parameter has its values: tied weights are one parameter, and nothing is left on meta."""
-    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    if left:
-        raise ModelError(f"no value was loaded for {_names(left)}")
-    for target, origin in model.all_tied_weights_keys.items():
-        if model.get_parameter(target) is not model.get_parameter(origin):
+def _check_tied(declared: dict[str, str], model: PreTrainedModel) -> None:
+    """transformers unties what a checkpoint holds as different tensors; then two weights would train where one was meant."""
+    for target, origin in declared.items():
+        if target not in model.all_tied_weights_keys or model.get_parameter(target) is not model.get_parameter(origin):
             raise ModelError(
                 f"the config ties {target} to {origin}, but the checkpoint holds two different tensors for them; "
                 "set tie_word_embeddings to false in its config.json to train them apart"
             )
+
+
+def finish(model: PreTrainedModel, device: torch.device) -> None:
+    """After every parameter has its values: nothing is left on meta, and the model is ready to train on `device`."""
+    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if left:
+        raise ModelError(f"no value was loaded for {names(left)}")
     model.to(device)
     model.train()
-
-
-def _check_loaded(model: PreTrainedModel, source: Source, info: object, mismatched: list) -> None:
-    problems = []
-    tied = set(model.all_tied_weights_keys)
-    missing = sorted(set(info.missing_keys) - tied)
-    if missing:
-        problems.append(f"missing from the checkpoint: {_names(missing)}")
-    allowed = [re.compile(pattern) for pattern in source.section.allow_unexpected]
-    unexpected = sorted(k for k in info.unexpected_keys if not any(p.search(k) for p in allowed))
-    if unexpected:
-        problems.append(
-            f"in the checkpoint but not in the model: {_names(unexpected)} (if they may be left out, name them in "
-            "model.allow_unexpected)"
-        )
-    for name, *shapes in mismatched:
-        problems.append(f"{name} has shape {tuple(shapes[0])} in the checkpoint and {tuple(shapes[1])} in the model")
-    problems += [f"{name}: {text}" for name, text in (info.conversion_errors or {}).items()]
-    problems += list(info.error_msgs or [])
-    if problems:
-        raise ModelError(f"model.name: {source.name} does not fit {type(model).__name__}:\n  " + "\n  ".join(problems))
 
 
 def _gguf(model: PreTrainedModel, source: Source) -> tuple[HfQuantizer, dict[str, torch.Tensor]]:
@@ -138,8 +131,3 @@ def _is_checkpointing_layer(module: nn.Module) -> bool:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return isinstance(module, GradientCheckpointingLayer)
-
-
-def _names(names: list[str], limit: int = 20) -> str:
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -30,6 +30,8 @@ def local_files_only(location: str) -> bool:
 def reason(location: str, error: Exception) -> str:
     """Why `location` could not be loaded, in one line."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if "custom code" in text:
+        return f"{text}; to run it write `trust_remote_code: true`"
     if Path(location).is_dir() or not isinstance(error, OSError):
         return text
     if (why := unreachable()) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections import Counter
 from dataclasses import dataclass, field
@@ -83,7 +84,7 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     """The model's own tokenizer. Raises ModelError if there is none."""
     location, gguf_file = _locate(section)
     extra = {"gguf_file": gguf_file} if gguf_file and not section.tokenizer else {}
-    name = str(Path(section.tokenizer).expanduser()) if section.tokenizer else location
+    name = os.path.expanduser(section.tokenizer) if section.tokenizer else location
     try:
         return AutoTokenizer.from_pretrained(
             name,

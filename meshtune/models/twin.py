@@ -57,9 +57,11 @@ def _candidates(source: Source) -> Iterator[Values]:
     whole = source.config.to_dict()
     if parameter_count(source, source.config) <= _SMALL_ENOUGH:
         yield whole
+        return
     for cut in _CUTS:
         for divisor in divisors(whole):
             yield shrink(whole, Cut(divisor, cut.layers, cut.experts, cut.vocabulary))
+    yield whole
 
 
 def _telling(values: Values) -> Values:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
+from meshtune.checkpoint.folder import Complete
 from meshtune.models.proofs import choose_attention
 from meshtune.recipes import planning
+from meshtune.recipes.folder import changes, continued, find_resume, resolved_recipe
 from meshtune.recipes.recipe import Recipe
 
 
@@ -13,7 +17,9 @@ def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
     """The recipe resolved for `world_size` ranks, and what was found, as lines. Raises MeshtuneError for what would not run."""
     from meshtune.data.prepare import naming, preview
 
-    plan = planning.plan(recipe, world_size)
+    recipe = planning.with_folder(recipe)
+    resume = find_resume(recipe, Path(recipe.checkpoint.dir or ""))
+    plan = planning.plan(continued(recipe, resume), world_size)
     section = plan.recipe.rows
     attention = choose_attention(plan.source, section.packing, torch.device("cpu"), torch.float32)
     lines = [
@@ -21,6 +27,7 @@ def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
         plan.sizes.summary(),
         f"attention on this machine: {attention.description}",
         f"longest row: {plan.max_seq_length} tokens",
+        *_resuming(plan.recipe, resume),
     ]
     for setting, paths, split in (
         ("data.train_path", section.train_path, section.train_split or "train"),
@@ -31,3 +38,11 @@ def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
                 report = preview(section, paths, plan.tokenizer, plan.max_seq_length, split=split)
             lines += [f"first rows: {line}" for line in report.summary()]
     return plan.recipe, lines
+
+
+def _resuming(recipe: Recipe, resume: Complete | None) -> list[str]:
+    """From where training would go on, and with what change. Raises CheckpointError if it may not."""
+    if resume is None:
+        return []
+    changed = changes(continued(resolved_recipe(resume.path.parent.parent), resume), recipe)
+    return [f"would resume from {resume.path}", *(f"changed: {line}" for line in changed)]

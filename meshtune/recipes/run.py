@@ -136,11 +136,13 @@ class Setup:
 
         Returns the checkpoint to continue from and what is to be said of it.
         """
-        self.held.enter_context(folder.take(self.run))
+        lock = self.held.enter_context(folder.take(self.run))
         sweep(self.run)
         resume = folder.find_resume(self.recipe, self.run)
         changes = [] if resume is None else self._changes(resume)
         changes += folder.clear_the_way(self.run, resume)
+        if not lock.supported:
+            changes.append(f"WARNING     the file system of {self.run} has no locks: give the folder to no other run")
         data = self.train_data.report.as_dict()
         if self.validation_data is not None:
             data = {"train": data, "validation": self.validation_data.report.as_dict()}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from meshtune.data.batch import Batch
+from meshtune.data.loader import Cursor
 from meshtune.training.hooks import Hook
 from meshtune.training.signals import Interrupted
 from meshtune.training.state import TrainState
@@ -20,7 +21,7 @@ class Loader(Protocol):
 
     def next(self) -> list[Batch]: ...
 
-    def state_dict(self) -> dict[str, int]: ...
+    def state_dict(self) -> Cursor: ...
 
     @property
     def epoch_progress(self) -> float: ...

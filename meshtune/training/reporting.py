@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from meshtune.errors import TrainingError
 from meshtune.observe import (
     LoggingSection,
     Recorder,
@@ -102,5 +103,8 @@ class Reporter(Hook):
             self.say(f"WARNING: the report could not be written: {error}")
 
     def _write(self, step: int, metrics: dict) -> None:
-        for sink in self.sinks:
-            sink.write(step, metrics)
+        try:
+            for sink in self.sinks:
+                sink.write(step, metrics)
+        except OSError as error:
+            raise TrainingError(f"the metrics of step {step} could not be written into {self.run}: {error}") from error

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from meshtune.data.loader import Cursor
+
 
 @dataclass
 class TrainState:
@@ -17,7 +19,7 @@ class TrainState:
     step: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
-    loader: dict[str, int] = field(default_factory=dict)
+    loader: Cursor = field(default_factory=lambda: Cursor(epoch=0, units=0))
     recorded: dict[str, Any] = field(default_factory=dict)
     validation_due: bool = False
 

@@ -105,6 +105,7 @@ class TrainStep:
                 loss_sum, _, _ = self.parallel(self.objective, batch)
                 (loss_sum * scale).backward()
             total += loss_sum.detach()
+        self.parallel.settle_gradients()
         return total
 
     def _parameters(self) -> list[nn.Parameter]:

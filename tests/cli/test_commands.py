@@ -66,6 +66,17 @@ def test_check_finds_what_training_would(meshtune: Command, recipe: Path, overri
     assert "Traceback" not in said.err
 
 
+def test_check_knows_what_a_run_folder_may_be_continued_by(meshtune: Command, recipe: Path, tmp_path: Path) -> None:
+    assert meshtune("train", recipe).code == 0
+    said = meshtune("check", recipe, "training.max_steps=5")
+    assert said.code == 0, said.err
+    assert f"# would resume from {tmp_path / 'run' / 'checkpoints' / 'step-3'}" in said.out
+    assert "# changed: training.max_steps was 3, is 5" in said.out
+    said = meshtune("check", recipe, "seed=1")
+    assert said.code == 2
+    assert "seed was 42, is 1" in said.err
+
+
 # --- init -----------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -41,6 +42,23 @@ def test_a_loss_that_is_not_finite(meshtune: Command, recipe: Path, tmp_path: Pa
     assert "Traceback" not in said.err
     assert (tmp_path / "run" / "report.html").is_file()
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_metrics_that_cannot_be_written(
+    meshtune: Command, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C71: the disk is full for the smallest file too; said with the folder, and the report's own failure hides nothing."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("meshtune.observe.JSONLSink.write", full)
+    monkeypatch.setattr("meshtune.training.reporting.write_report", full)
+    said = meshtune("train", recipe)
+    assert said.code == 1
+    assert f"the metrics of step 1 could not be written into {tmp_path / 'run'}: [Errno 28] No space left" in said.err
+    assert said.err.count("meshtune: ") == 1
+    assert "Traceback" not in said.err
 
 
 def ended_by(error: BaseException, training: bool) -> tuple[int, str]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from meshtune.layout.world import connect
 from meshtune.models.causal_lm import CausalLM
 from meshtune.recipes.recipe import Recipe
 from meshtune.recipes.run import Setup, run
-from meshtune.training.signals import SignalStop
 from tests.parity.reference import Course
 
 # Promise 1: float32 numbers agree to this, relative.
@@ -37,9 +37,9 @@ def train(recipe: dict[str, Any], cache: str) -> dict[str, str]:
 def train_watched(recipe: dict[str, Any], cache: str, started: Callable[[CausalLM], None]) -> CausalLM:
     """`train` with a look at the model when setup is over and training begins. Returns the trained model."""
     os.environ["MESHTUNE_CACHE"] = cache
-    with SignalStop() as stop:
-        setup = Setup(from_mapping(Recipe, recipe), connect("cpu"))
-        setup.train(stop, None, lambda: started(setup.model))
+    with ExitStack() as held:
+        setup = Setup(from_mapping(Recipe, recipe), connect("cpu"), held)
+        setup.train(None, lambda: started(setup.model))
     return setup.model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -83,7 +84,9 @@ def test_a_process_killed_between_two_renames_loses_nothing(tmp_path: Path) -> N
     path = write(tmp_path, 4, b"first")
     path.rename(path.with_name(".step-4.old"))
     (folder.begin(tmp_path, 4) / "__0_0.distcp").write_bytes(b"again!")
+    (tmp_path / ".metrics.jsonl.4711.tmp").touch()
     folder.sweep(tmp_path)
+    assert os.listdir(tmp_path) == ["checkpoints"]
     assert names(tmp_path) == {"step-4"}
     assert (path / "__0_0.distcp").read_bytes() == b"first"
 

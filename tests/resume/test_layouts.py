@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.parity.conversations import make_conversations, write_jsonl
 from tests.resume.conftest import Bench
 from tests.resume.runs import checkpoint, lines, losses, tensors
 
@@ -29,12 +30,12 @@ def travel(bench: Bench, recipe: dict[str, Any], journey: list[tuple[int, dict[s
     return Path(recipe["checkpoint"]["dir"])
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
-def test_one_course_over_four_layouts(bench: Bench, architecture: str) -> None:
+@pytest.mark.parametrize(("architecture", "packing"), [("qwen3", False), ("qwen3_moe", True)])
+def test_one_course_over_four_layouts(bench: Bench, architecture: str, packing: bool) -> None:
     """C69: 2 ranks, then 1, then 4 hybrid, then 2 with DDP; weights and moments agree too, and no row is seen twice."""
-    model = bench.model(architecture)
-    found = travel(bench, bench.recipe(model), JOURNEY)
-    wanted = travel(bench, bench.recipe(model), [(1, {}, None)])
+    model, changes = bench.model(architecture), {"data": {"packing": packing}}
+    found = travel(bench, bench.recipe(model, **changes), JOURNEY)
+    wanted = travel(bench, bench.recipe(model, **changes), [(1, {}, None)])
     assert [row["step"] for row in lines(found)] == list(range(1, STEPS + 1))
     for row, reference in zip(lines(found), lines(wanted), strict=True):
         assert row["loss"] == pytest.approx(reference["loss"], rel=1e-5)
@@ -44,6 +45,15 @@ def test_one_course_over_four_layouts(bench: Bench, architecture: str) -> None:
     for name, tensor in whole.items():
         # Adam divides by the root of its second moment, which enlarges rounding where gradients are next to nothing.
         torch.testing.assert_close(state[name], tensor, rtol=1e-3, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_fewer_rows_than_ranks(bench: Bench, tmp_path: Path) -> None:
+    """C24: ranks without a row go through the step with nothing that counts."""
+    data = write_jsonl(tmp_path / "three.jsonl", make_conversations(3, seed=3))
+    recipes = [bench.recipe(bench.model("qwen3"), data={"train_path": str(data)}) for _ in range(2)]
+    found, wanted = travel(bench, recipes[0], [(4, {}, None)]), travel(bench, recipes[1], [(1, {}, None)])
+    assert losses(found) == pytest.approx(losses(wanted), rel=1e-5)
+    assert len(losses(found)) == STEPS
 
 
 def test_the_derived_global_batch_stays(bench: Bench) -> None:

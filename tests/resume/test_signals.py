@@ -13,9 +13,10 @@ import pytest
 
 from meshtune.checkpoint import folder
 from meshtune.recipes import run as run_module
+from meshtune.training import reporting
 from tests.resume.conftest import Bench
 from tests.resume.processes import children_of, forked, is_alive, last_step, started, wait_for, write_recipe
-from tests.resume.runs import lines
+from tests.resume.runs import lines, train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals processes and looks for them in /proc")
 
@@ -102,9 +103,32 @@ def test_before_training_it_leaves_at_once(
     process.join(20)
     assert process.exitcode == 128 + signum
     said = output.read_text(encoding="utf-8")
-    assert f"meshtune: left on {signum.name}, before training began" in said
+    assert f"meshtune: left on {signum.name}\n" in said
     assert "Traceback" not in said
     assert not run.exists()
+
+
+def leave_with_a_slow_report(recipe: dict[str, Any], cache: str) -> tuple[float, float]:
+    """When this rank's report was written (0 where it writes none), and when its run ended; in seconds."""
+    written = [0.0]
+
+    def write_report(_: Path) -> None:
+        time.sleep(1.0)
+        written[0] = time.monotonic()
+
+    original, reporting.write_report = reporting.write_report, write_report
+    try:
+        assert train(recipe, cache, stop_after=3).stopped_after == 3
+    finally:
+        reporting.write_report = original
+    return written[0], time.monotonic()
+
+
+def test_no_rank_leaves_before_the_report_is_written(bench: Bench, recipe: dict[str, Any], tmp_path: Path) -> None:
+    """Launchers end every rank when the first has left, and torchrun kills those that take longer than 30 seconds."""
+    recipe = {**recipe, "checkpoint": {"dir": str(tmp_path / "run"), "export": "none"}}
+    first, second = bench.ranks.run(2, leave_with_a_slow_report, recipe, bench.cache)
+    assert 0 < first[0] <= second[1]
 
 
 def test_a_launcher_then_torchrun(

@@ -1,0 +1,70 @@
+"""Does a checkpoint fit its model? Found out from names and shapes alone, whole, before any weight is read or sharded.
+
+On shards it could not be: a tensor with a row too many gives every rank the shape that it expects.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from meshtune.errors import ModelError
+from meshtune.models.source import Source, safetensors_header
+
+_SHOWN = 20
+
+
+def check_fits(model: PreTrainedModel, source: Source, load_config: Any) -> None:
+    """Load the shapes of `source` into `model`, whole and on meta, by the conversions that the weights will go through.
+
+    Raises ModelError naming every tensor that is missing, unexpected or of another shape.
+    """
+    shapes = {
+        name: torch.empty(entry["shape"], device="meta")
+        for file in source.files
+        for name, entry in safetensors_header(Path(file)).items()
+    }
+    info, _ = type(model)._load_pretrained_model(model, shapes, None, load_config)
+    model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+    model._adjust_missing_and_unexpected_keys(info)
+    refuse_misfits(model, source, info)
+
+
+def refuse_misfits(model: PreTrainedModel, source: Source, info: Any) -> None:
+    """Raises ModelError naming every tensor that transformers' loading report `info` calls missing, unexpected or mismatched."""
+    problems = _misfits(model, source, info)
+    if problems:
+        raise ModelError(f"model.name: {source.name} does not fit {type(model).__name__}:\n  " + "\n  ".join(problems))
+
+
+def _misfits(model: PreTrainedModel, source: Source, info: Any) -> list[str]:
+    problems = []
+    broken = {name: _last_line(text) for name, text in info.conversion_errors.items()}
+    missing = sorted(set(info.missing_keys) - set(model.all_tied_weights_keys) - set(broken))
+    if missing:
+        problems.append(f"missing from the checkpoint: {names(missing)}")
+    allowed = [re.compile(pattern) for pattern in source.section.allow_unexpected]
+    unexpected = sorted(name for name in info.unexpected_keys if not any(p.search(name) for p in allowed))
+    if unexpected:
+        problems.append(
+            f"in the checkpoint but not in the model: {names(unexpected)} (if they may be left out, name them in "
+            "model.allow_unexpected)"
+        )
+    for name, found, wanted in sorted(info.mismatched_keys):
+        problems.append(f"{name} has shape {tuple(found)} in the checkpoint and {tuple(wanted)} in the model")
+    return problems + [f"{name} cannot be made from the checkpoint's tensors: {text}" for name, text in sorted(broken.items())]
+
+
+def names(found: list[str]) -> str:
+    """A list of tensors in one line, cut to a readable length."""
+    shown = ", ".join(found[:_SHOWN])
+    return shown if len(found) <= _SHOWN else f"{shown} and {len(found) - _SHOWN} more"
+
+
+def _last_line(text: str) -> str:
+    """transformers gives a traceback, then what was wrong."""
+    return text.strip().splitlines()[-1].removeprefix("Error: ")

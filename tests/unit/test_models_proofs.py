@@ -1,0 +1,182 @@
+"""What no config declares is proved on a twin, and the proof can fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from meshtune.data.batch import Batch
+from meshtune.errors import ModelError
+from meshtune.models import attention, causal_lm, proofs, trial
+from meshtune.models.attention import DOCUMENT_ATTENTION
+from meshtune.models.proofs import choose_attention
+from meshtune.models.trial import Trial
+from tests.unit.models_tiny import tiny_source
+
+CPU = torch.device("cpu")
+FP32 = torch.float32
+
+
+def _choose(name: str, packing: bool, attention: str = "auto", **changes: Any) -> str:
+    return choose_attention(tiny_source(name, attention, **changes), packing, CPU, FP32).implementation
+
+
+def _refusal(name: str, packing: bool, attention: str = "auto", **changes: Any) -> str:
+    with pytest.raises(ModelError) as error:
+        _choose(name, packing, attention, **changes)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "padded", "packed"),
+    [
+        ("llama-odd", "sdpa", DOCUMENT_ATTENTION),
+        ("qwen2-window", "sdpa", DOCUMENT_ATTENTION),
+        ("gemma2", "eager", DOCUMENT_ATTENTION),
+        ("gpt_oss", "eager", DOCUMENT_ATTENTION),
+        ("deepseek_v3", "sdpa", DOCUMENT_ATTENTION),
+        ("gpt2", "sdpa", DOCUMENT_ATTENTION),
+        ("bert", "sdpa", DOCUMENT_ATTENTION),
+    ],
+)
+def test_auto_takes_the_first_implementation_that_is_exact(name: str, padded: str, packed: str) -> None:
+    assert _choose(name, False) == padded
+    assert _choose(name, True) == packed
+
+
+def test_what_is_asked_for_runs_or_is_refused_with_its_reason() -> None:
+    assert _choose("llama", True, "eager") == _choose("llama", False, "eager") == "eager"
+    assert _choose("llama", True, "sdpa") == DOCUMENT_ATTENTION and _choose("llama", False, "sdpa") == "sdpa"
+    assert "does not offer it" in _refusal("gemma2", False, "sdpa")
+    assert "no scaled-dot-product attention" in _refusal("gemma2", True, "sdpa")
+    flash = _refusal("llama", True, "flash_attention_2")
+    assert "model.attention: flash_attention_2 cannot run LlamaForCausalLM packed" in flash and "FlashAttention2" in flash
+
+
+def test_flex_attention_has_no_backward_on_the_cpu_and_says_so() -> None:
+    assert "FlexAttention does not support backward on CPU" in _refusal("llama", True, "flex_attention", num_hidden_layers=1)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mamba"])
+def test_alibi_and_recurrence_pack_nowhere_and_pad_exactly(name: str) -> None:
+    refusal = _refusal(name, True)
+    assert "a packed batch changes a document's hidden states by" in refusal and "write `data.packing: false`" in refusal
+    assert [line.split(":")[0].strip() for line in refusal.splitlines()[1:]] == ["sdpa, one call per document", "sdpa", "eager"]
+    assert _choose(name, False) == "eager"
+
+
+def test_an_encoder_is_no_causal_language_model() -> None:
+    """A position that sees later ones would be trained to copy its target."""
+    assert "a position sees later ones" in _refusal("bert", False, is_decoder=False)
+
+
+def _register(name: str, **fixed: Any) -> None:
+    """An implementation like ours, but with some of its arguments fixed."""
+
+    def faulty(*args: Any, **settings: Any) -> Any:
+        return attention.document_attention(*args, **{**settings, **fixed})
+
+    AttentionInterface.register(name, faulty)
+    AttentionMaskInterface.register(name, lambda *_args, **_settings: None)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("name", "ignored"),
+    [
+        ("qwen2-window", {"sliding_window": None}),
+        ("qwen2-window", {"sliding_window": 5}),
+        ("gemma2", {"softcap": None}),
+        ("gpt_oss", {"s_aux": None}),
+        ("granite", {"scaling": None}),
+        ("llama", {"is_causal": False}),
+    ],
+)
+def test_an_implementation_that_ignores_what_the_model_asks_is_found_out(
+    name: str, ignored: dict[str, Any], training: bool
+) -> None:
+    """In training and in evaluation mode, each alone, so that neither hides behind the other."""
+    _register("faulty", **ignored)
+    tried = Trial(tiny_source(name), True, CPU)
+    reference = tried._reference(FP32)
+    assert reference.compare(tried._twin(DOCUMENT_ATTENTION, FP32).train(training)) is None
+    reason = reference.compare(tried._twin("faulty", FP32).train(training))
+    assert reason is not None and "a packed batch changes a document's hidden states" in reason
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", DOCUMENT_ATTENTION])
+def test_a_leak_between_documents_is_found_out(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C29, C30: one document's borders forgotten, by transformers' own packed mask or by ours."""
+    tried = Trial(tiny_source("llama"), True, CPU)
+    assert tried(implementation, FP32) is None
+    monkeypatch.setattr(attention, "_current_lengths", _Forgetful())
+    monkeypatch.setattr(causal_lm, "documents_open", lambda: False)
+    reason = tried(implementation, FP32)
+    assert reason is not None and "a packed batch changes a document's hidden states" in reason
+
+
+class _Forgetful(list):
+    """A stack of document lengths on which nothing is ever found."""
+
+    def __getitem__(self, _: Any) -> None:
+        return None
+
+    def pop(self, *_: Any) -> None:
+        return None
+
+
+def test_a_wrong_gradient_alone_is_found_out() -> None:
+    def detached(*args: Any, **settings: Any) -> Any:
+        output, weights = attention.document_attention(*args, **settings)
+        return output.detach(), weights
+
+    AttentionInterface.register("detached", detached)
+    AttentionMaskInterface.register("detached", lambda *_args, **_settings: None)
+    reason = Trial(tiny_source("llama"), True, CPU)("detached", FP32)
+    assert reason is not None and "changes the gradient" in reason
+
+
+def test_a_head_that_is_not_the_models_own_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = causal_lm.CausalLM.head
+    monkeypatch.setattr(causal_lm.CausalLM, "head", lambda self, hidden_states: 2 * real(self, hidden_states))
+    assert "its head run on chosen positions differs from its own logits" in _refusal("llama", False)
+
+
+def test_a_padded_batch_that_reads_its_padding_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "collate_padded", _padded_on_the_left)
+    assert "a padded batch changes a document's hidden states" in _refusal("gpt2", False)
+
+
+def _padded_on_the_left(documents: Any, pad_token_id: int) -> Batch:
+    width = max(len(ids) for ids, _ in documents)
+    rows = torch.tensor([[pad_token_id] * (width - len(ids)) + list(ids) for ids, _ in documents])
+    mask = torch.stack([torch.arange(width) >= width - len(ids) for ids, _ in documents])
+    return Batch(input_ids=rows, position_ids=torch.arange(width).expand(rows.shape), shift_labels=rows, attention_mask=mask)
+
+
+def test_a_proof_is_kept_and_a_refusal_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+
+    class Counting(Trial):
+        def __call__(self, implementation: str, dtype: torch.dtype) -> str | None:
+            tries.append(implementation)
+            return super().__call__(implementation, dtype)
+
+    monkeypatch.setattr(proofs, "Trial", Counting)
+    for _ in range(2):
+        choose_attention(tiny_source("llama"), True, CPU, FP32, tmp_path / "proofs")
+    assert tries == [DOCUMENT_ATTENTION]
+    choose_attention(tiny_source("llama", rms_norm_eps=1e-4), True, CPU, FP32, tmp_path / "proofs")
+    choose_attention(tiny_source("llama"), False, CPU, FP32, tmp_path / "proofs")
+    assert tries == [DOCUMENT_ATTENTION, DOCUMENT_ATTENTION, "sdpa"]
+    for _ in range(2):
+        with pytest.raises(ModelError):
+            choose_attention(tiny_source("mamba", "eager"), True, CPU, FP32, tmp_path / "proofs")
+    assert tries[3:] == ["eager", "eager"]
+    monkeypatch.setattr(proofs, "_own_code", lambda: "other code")
+    choose_attention(tiny_source("llama"), True, CPU, FP32, tmp_path / "proofs")
+    assert tries[5:] == [DOCUMENT_ATTENTION]
