@@ -21,7 +21,10 @@ from pathlib import Path
 CONTENDERS = ("loop", "padded", "packed")
 ROWS_A_STEP = 8
 LENGTH = 512
-WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or had by".split()
+WORDS = [
+    *("the", "of", "and", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are"),
+    *("as", "with", "his", "they", "at", "be", "this", "have", "from", "or", "had", "by"),
+]
 
 
 def make_inputs(folder: Path, rows: int) -> None:

@@ -19,8 +19,9 @@ def parameter_groups(
     """Parameter groups for a torch optimizer: each trainable parameter once, in the order of the modules.
 
     No decay on biases and normalisation weights, which means: a name that ends in "bias" or contains "norm", or any
-    parameter of a module whose class name contains "norm", as transformers' Trainer decides. A tied parameter counts once, under its first module. DTensors of each mesh stand in groups of their own, because
-    a fused kernel takes no mixture.
+    parameter of a module whose class name contains "norm", as transformers' Trainer decides. A tied parameter counts
+    once, under its first module. DTensors of each mesh stand in groups of their own, because a fused kernel takes no
+    mixture.
 
     Args:
         named_modules: `model.named_modules()`, or those of several parts of a model one after another.
