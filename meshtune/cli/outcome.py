@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -43,7 +44,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What the user is told, and by whom: by rank 0 alone if it is `shared`; left to the launcher if `by_launcher`."""
+    """What the user is told, and by whom: by one rank if it is `shared`; by the launcher, where there is one, if it is
+    `by_launcher`: it knows whether the rank was only ended for the sake of another."""
 
     code: int
     text: str
@@ -76,14 +78,18 @@ def _failure(error: BaseException, phase: Phase) -> _Failure:
     if isinstance(error, MeshtuneError):
         return _Failure(code, f"error: {phase.placed(str(error))}", error.shared)
     if isinstance(error, KeyboardInterrupt):
-        return _Failure(130, _left(signal.SIGINT, phase), shared=True)
+        return _Failure(130, _left(signal.SIGINT, phase), shared=True, by_launcher=True)
     if isinstance(error, SystemExit):
-        return _Failure(128 + _signal_of(error), _left(_signal_of(error), phase), shared=True)
-    signum = getattr(error, "signum", None)
-    if signum is not None:
-        return _Failure(128 + int(signum), f"{error}; run the same command again to continue", shared=True)
+        signum = _signal_of(error)
+        return _Failure(128 + signum, _left(signum, phase), shared=True, by_launcher=True)
+    stopped_by = getattr(error, "signum", None)
+    if stopped_by is not None:
+        return _Failure(128 + int(stopped_by), f"{error}; run the same command again to continue", shared=True)
     if _lost_a_peer(error):
-        return _Failure(code, f"lost contact with another rank ({_first_line(error)})", by_launcher=True)
+        text = f"rank {os.environ['RANK']} lost contact with another rank ({_first_line(error)})"
+        return _Failure(code, text, by_launcher=True)
+    if isinstance(error, OSError):  # a disk, a file or a network, which the user knows better than a traceback does
+        return _Failure(code, f"error: {type(error).__name__}: {error}")
     trace = "".join(traceback.format_exception(error))
     return _Failure(code, f"error: {type(error).__name__}: {error}\n{trace}")
 
@@ -140,8 +146,13 @@ def _on_sigterm(handler: Any) -> Any:
 
 
 def leave(code: Any) -> None:
-    """End the process. After an error at once: destroying a process group may wait for ranks that are gone."""
+    """End the process with the exit code of a SystemExit.
+
+    Not by way of the interpreter's finalisation, in which threads of torch have been seen to abort a rank that was done;
+    nor, after an error, of exit handlers, which may wait for ranks that are gone.
+    """
+    if not code:
+        atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:
-        os._exit(code if isinstance(code, int) else 1)
+    os._exit(code if isinstance(code, int) else int(code is not None))

@@ -36,9 +36,7 @@ def is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
-def sections(
-    cls: type[Section], path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], type[Section]]]:
+def sections(cls: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type[Section]]]:
     """`cls` and every section inside it, each with its path, in declared order."""
     yield path, cls
     for name, field in cls.model_fields.items():

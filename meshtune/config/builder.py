@@ -70,9 +70,7 @@ class Builder:
             return self._fail(path, f"found {_NOUNS[type(node)]}; wanted {describe(annotation)}", origin)
         return self._first_without_problems(fitting, node, path, origin)
 
-    def _scalar(
-        self, annotation: Any, kinds: tuple[Any, ...], node: Scalar, path: Path, origin: Origin
-    ) -> Any:
+    def _scalar(self, annotation: Any, kinds: tuple[Any, ...], node: Scalar, path: Path, origin: Origin) -> Any:
         if node.plain and node.value == "" and type(None) not in kinds and (cls := section_class(annotation)):
             # A section whose keys are all commented out: its defaults.
             return self._section(cls, MapNode({}, origin), path, origin)

@@ -44,12 +44,7 @@ class Interpolator:
 
         Raises InterpolationError.
         """
-        if (
-            not isinstance(node, Scalar)
-            or node.literal
-            or not isinstance(node.value, str)
-            or "${" not in node.value
-        ):
+        if not isinstance(node, Scalar) or node.literal or not isinstance(node.value, str) or "${" not in node.value:
             return node
         whole = re.fullmatch(r"\s*\$\{([^{}]*)\}\s*", node.value)
         if whole:
@@ -58,9 +53,7 @@ class Interpolator:
         referred = any(match[1] is not None for match in _PIECE.finditer(node.value))
         text = _PIECE.sub(self._text, node.value)
         if len(text) > _MAX_TEXT:
-            raise InterpolationError(
-                f"found references that make {len(text)} characters; wanted {_MAX_TEXT} at most"
-            )
+            raise InterpolationError(f"found references that make {len(text)} characters; wanted {_MAX_TEXT} at most")
         return dataclasses.replace(node, value=text, plain=node.plain or referred, literal=True)
 
     def _text(self, match: re.Match[str]) -> str:
@@ -80,9 +73,7 @@ class Interpolator:
         if env := _ENV.fullmatch(reference):
             return self._environment(env[1])
         if reference.startswith("env:"):
-            raise InterpolationError(
-                f"found ${{{reference}}}; wanted the name of an environment variable after env:"
-            )
+            raise InterpolationError(f"found ${{{reference}}}; wanted the name of an environment variable after env:")
         if reference in self._open:
             chain = " -> ".join([*self._open[self._open.index(reference) :], reference])
             raise InterpolationError(f"found references that go round in a circle: {chain}")
@@ -105,13 +96,7 @@ class Interpolator:
         for part in parse_path(reference) or ("",):
             cls, inner = child(cls, node, part)
             if inner is None:
-                hint = (
-                    f" (for the environment variable write ${{env:{reference}}})"
-                    if "." not in reference
-                    else ""
-                )
-                raise InterpolationError(
-                    f"${{{reference}}} refers to nothing; wanted a key of this recipe{hint}"
-                )
+                hint = f" (for the environment variable write ${{env:{reference}}})" if "." not in reference else ""
+                raise InterpolationError(f"${{{reference}}} refers to nothing; wanted a key of this recipe{hint}")
             node = self.resolve(inner)
         return node

@@ -11,9 +11,7 @@ from meshtune.config.yaml_nodes import compose
 from meshtune.errors import Problem
 
 
-def apply_overrides(
-    cls: type[Section], root: MapNode, overrides: Iterable[str]
-) -> tuple[MapNode, list[Problem]]:
+def apply_overrides(cls: type[Section], root: MapNode, overrides: Iterable[str]) -> tuple[MapNode, list[Problem]]:
     """The recipe with every override set, the last one winning, and the problems of those that cannot be.
 
     The value is YAML, as if it stood in the recipe at that place. A number in the path addresses an item that
@@ -85,15 +83,11 @@ def _set(
         node = MapNode({}, origin)
     if not isinstance(node, MapNode):
         here = ".".join(path[:depth])
-        raise _OverrideError(
-            f"{here} is no list or section, so it has no {key}; wanted {here}=... as a whole"
-        )
+        raise _OverrideError(f"{here} is no list or section, so it has no {key}; wanted {here}=... as a whole")
     written = node.entries.get(key)
     inner, below = child(cls, node, key)
     if written is None and inner is not None:
-        below = (
-            None  # a section's own defaults fill in what is not written; copying them here would hide that
-        )
+        below = None  # a section's own defaults fill in what is not written; copying them here would hide that
     last = depth + 1 == len(path)
     entry = Entry(
         origin if written is None or last else written.origin,

@@ -43,9 +43,7 @@ def _required(cls: type[Section]) -> dict[str, Any]:
     """What must be written in a recipe that stands alone."""
     fields = cls.model_fields.items()
     needed = [name for name, field in fields if field.is_required()]
-    inner = {
-        name: _required(section) for name, field in fields if (section := section_class(field.annotation))
-    }
+    inner = {name: _required(section) for name, field in fields if (section := section_class(field.annotation))}
     inner = {name: rule for name, rule in inner.items() if rule}
     return {**({"required": needed} if needed else {}), **({"properties": inner} if inner else {})}
 

@@ -15,9 +15,7 @@ class Section(BaseModel):
     elsewhere.
     """
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     def problems(self) -> Iterable[tuple[str, str]]:
         """Combinations of settings that cannot work, as `(key, message)`.

@@ -16,9 +16,7 @@ def unknown_key(root: type[Section], cls: type[Section], path: str, key: str) ->
         return "found an unknown key; only a recipe file can name its base, at its top level"
     hints = []
     if homes := [".".join(place) for place, section in sections(root) if key in section.model_fields]:
-        hints.append(
-            "it belongs " + " or ".join(f"in {home}" if home else "at the top level" for home in homes)
-        )
+        hints.append("it belongs " + " or ".join(f"in {home}" if home else "at the top level" for home in homes))
     if near := nearest(key, list(cls.model_fields)):
         hints.append(f"did you mean {near}?")
     elif not hints and (far := _elsewhere(root, key)):

@@ -25,9 +25,7 @@ def field_errors(error: ValidationError) -> Iterator[tuple[tuple[str | int, ...]
     for item in error.errors(include_url=False):
         place = (*item["loc"][:1], *(part for part in item["loc"][1:] if isinstance(part, int)))
         kept = chosen.get(place)
-        if item["type"] != "missing" and (
-            kept is None or (_is_type_error(kept) and not _is_type_error(item))
-        ):
+        if item["type"] != "missing" and (kept is None or (_is_type_error(kept) and not _is_type_error(item))):
             chosen[place] = item
     for place, item in chosen.items():
         wanted = _SHOULD.fullmatch(item["msg"])

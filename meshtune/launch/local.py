@@ -69,19 +69,23 @@ def _exit_code(folder: Path, failure: BaseException | None) -> int:
         return 0
     failures: dict[int, Any] = getattr(failure, "failures", {})
     killed = [f"rank {rank} was killed by signal {-f.exitcode}" for rank, f in failures.items() if f.exitcode < 0]
-    told = [end for end in ended(folder) if end.code]
-    if told and not told[0].untold:
-        return told[0].code
+    ends = [end for end in ended(folder) if end.code]
+    # An error of a rank comes first; then a death; only then what the others did when they were ended for it.
+    told = next((end for end in ends if end.code < 128 and not end.untold), None)
+    if told is None and not killed and ends:
+        told = ends[0]
+        if told.untold:
+            _say(told.untold)
+    if told is not None:
+        return told.code
     if killed:
         _say(f"{' and '.join(killed)}; the other ranks were stopped")
-    elif told:
-        _say(f"rank {told[0].rank}: {told[0].untold}")
     elif failures:
         codes = ", ".join(f"rank {rank} ended with exit code {f.exitcode}" for rank, f in failures.items())
         _say(f"{codes}; the other ranks were stopped")
     else:
         _say(f"the ranks could not be started: {type(failure).__name__}: {failure}")
-    return told[0].code if told else 1
+    return 1
 
 
 def _say(text: str) -> None:

@@ -53,8 +53,7 @@ def linear_cross_entropy(
     """
     if hidden_states.ndim != 2 or targets.shape != hidden_states.shape[:1]:
         raise ValueError(
-            "want hidden_states [n, hidden] and targets [n], "
-            f"got {[*hidden_states.shape]} and {[*targets.shape]}"
+            f"want hidden_states [n, hidden] and targets [n], got {[*hidden_states.shape]} and {[*targets.shape]}"
         )
     if chunk_size is None:
         vocabulary_size = head(hidden_states[:0]).shape[-1]
@@ -120,9 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.parameter_gradients is None:
-            raise RuntimeError(
-                "linear_cross_entropy keeps its gradients for one backward only; compute the loss again"
-            )
+            raise RuntimeError("linear_cross_entropy keeps its gradients for one backward only; compute the loss again")
         (scale,) = grad_outputs
         hidden_gradient, parameter_gradients = ctx.hidden_gradient, ctx.parameter_gradients
         ctx.hidden_gradient = ctx.parameter_gradients = None

@@ -89,7 +89,9 @@ class _Scores:
         """`allowed` [queries, keys] is true where a query may see a key; None with `causal` if positions alone decide."""
         if self.fused:
             grouped = q.shape[1] != k.shape[1]
-            return F.scaled_dot_product_attention(q, k, v, allowed, self.dropout, causal, scale=self.scaling, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(
+                q, k, v, allowed, self.dropout, causal, scale=self.scaling, enable_gqa=grouped
+            )
         return self._written_out(q, k, v, allowed)
 
     def _written_out(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.utils import ModelOutput
 
 from meshtune.errors import ModelError
 from meshtune.models.attention import documents, documents_open
@@ -119,7 +120,7 @@ class CausalLM(nn.Module):
         """Final logits [n, vocab] of head inputs [n, hidden], scaled and capped as the architecture does."""
         hidden_states = hidden_states.unsqueeze(0)
         output = _trunk_output(self._as_wide_as_the_trunk(hidden_states))
-        modules = {
+        modules: dict[str, nn.Module] = {
             self._trunk_path: _GivenTrunk(self.model.get_submodule(self._trunk_path), output),
             self._head_path: _GivenInputHead(self.model.get_submodule(self._head_path), hidden_states),
         }
@@ -152,7 +153,7 @@ def _trunk_path(model: PreTrainedModel, head_path: str) -> str:
     return trunk
 
 
-def _trunk_output(hidden_states: Tensor) -> BaseModelOutputWithPast:
+def _trunk_output(hidden_states: Tensor) -> ModelOutput:
     class Output(MoeModelOutputWithPast):
         """What a trunk may return beyond hidden states is absent, whatever it is called."""
 

@@ -32,7 +32,10 @@ class Constructed:
         with torch.random.fork_rng(devices=[]), _SmallForReal():
             torch.manual_seed(self.seed)
             model = type(self.model)(copy.deepcopy(self.model.config))
-        return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+        return {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
 
 
 class _SmallForReal(TorchFunctionMode):

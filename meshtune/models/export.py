@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import cached_file
 
 from meshtune.models import hub
-from meshtune.models.hf import unit_names
+from meshtune.models.blocks import unit_names
 from meshtune.models.naming import CheckpointNames
 from meshtune.models.shards import Shards, write_json
 from meshtune.models.source import Source, safetensors_header, stored_dtypes
@@ -50,10 +51,13 @@ def export(
         for name, tensor in tensors:
             shards.add(name, _cast(tensor, chosen or stored.get(name) or source.export_dtype))
 
+    def add_state(state: dict[str, Tensor]) -> None:
+        add(names.written(state).items())
+
     with _OnWriter(folder) as writer:
         shards = writer.do(lambda: Shards(_empty_beside(folder), max_shard_bytes))
         for state in _whole_tensors(model, writer.writes, names.left_out()):
-            writer.do(lambda state=state: add(names.written(state).items()))
+            writer.do(partial(add_state, state))
         writer.do(lambda: add(_unread_tensors(source, names)))
         writer.do(lambda: _finish(shards, model, source, tokenizer, chosen, folder))
 
@@ -165,7 +169,9 @@ def _with_dtype(values: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The config with its dtype, under either of its two names, and that of its parts changed."""
     key = "torch_dtype" if "torch_dtype" in values else "dtype"
     parts = {
-        name: _with_dtype(value, dtype) for name, value in values.items() if name.endswith("_config") and isinstance(value, dict)
+        name: _with_dtype(value, dtype)
+        for name, value in values.items()
+        if name.endswith("_config") and isinstance(value, dict)
     }
     return {**values, **parts, key: str(dtype).removeprefix("torch.")}
 

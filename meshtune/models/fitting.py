@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
 
 from meshtune.errors import ModelError
 from meshtune.models.source import Source, safetensors_header
@@ -18,7 +20,7 @@ from meshtune.models.source import Source, safetensors_header
 _SHOWN = 20
 
 
-def check_fits(model: PreTrainedModel, source: Source, load_config: Any) -> None:
+def check_fits(model: PreTrainedModel, source: Source, load_config: LoadStateDictConfig) -> None:
     """Load the shapes of `source` into `model`, whole and on meta, by the conversions that the weights will go through.
 
     Raises ModelError naming every tensor that is missing, unexpected or of another shape.
@@ -28,7 +30,7 @@ def check_fits(model: PreTrainedModel, source: Source, load_config: Any) -> None
         for file in source.files
         for name, entry in safetensors_header(Path(file)).items()
     }
-    info, _ = type(model)._load_pretrained_model(model, shapes, None, load_config)
+    info, _ = convert_and_load_state_dict_in_model(model, shapes, load_config)
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(info)
     refuse_misfits(model, source, info)
@@ -56,7 +58,9 @@ def _misfits(model: PreTrainedModel, source: Source, info: Any) -> list[str]:
         )
     for name, found, wanted in sorted(info.mismatched_keys):
         problems.append(f"{name} has shape {tuple(found)} in the checkpoint and {tuple(wanted)} in the model")
-    return problems + [f"{name} cannot be made from the checkpoint's tensors: {text}" for name, text in sorted(broken.items())]
+    return problems + [
+        f"{name} cannot be made from the checkpoint's tensors: {text}" for name, text in sorted(broken.items())
+    ]
 
 
 def names(found: list[str]) -> str:

@@ -6,9 +6,9 @@ The only file that calls transformers' private loading functions; tests/unit/tes
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -17,8 +17,13 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import ContextManagers
 
 from meshtune.errors import ModelError
+from meshtune.models.blocks import unit_names
 from meshtune.models.fitting import check_fits, names, refuse_misfits
+from meshtune.models.initialize import initialize_buffers
+from meshtune.models.reading import read, stored_tensors
 from meshtune.models.source import Source
+
+__all__ = ["build", "load", "unit_names"]
 
 
 def build(source: Source, attention: str) -> PreTrainedModel:
@@ -44,22 +49,29 @@ def load(model: PreTrainedModel, source: Source, device: torch.device) -> None:
 
     Raises ModelError naming every missing, unexpected or mismatched tensor, before any is read.
     """
-    quantizer, state_dict = _gguf(model, source) if source.gguf_file else (None, None)
-    if state_dict is None:
-        whole = build(source, "eager")
-        check_fits(whole, source, _load_config(whole, source, torch.device("meta")))
+    whole = build(source, "eager")
+    quantizer, tensors = _gguf(whole, source) if source.gguf_file else (None, None)
+
+    def config(of: PreTrainedModel, on: torch.device) -> LoadStateDictConfig:
+        return _load_config(of, source, on, quantizer)
+
+    if tensors is None:
+        check_fits(whole, source, config(whole, torch.device("meta")))
     tied = dict(model.all_tied_weights_keys)
-    model._is_distributed_loading_by_transformers = any(isinstance(p, DTensor) for p in model.parameters())
-    load_config = _load_config(model, source, device, quantizer)
-    files = None if state_dict is not None else source.files
+    initialize_buffers(model, device)
     try:
-        info, _ = type(model)._load_pretrained_model(model, state_dict, files, load_config)
-        info = type(model)._finalize_model_loading(model, load_config, info)
+        with nullcontext(tensors) if tensors is not None else stored_tensors(source.files) as stored:
+            info = read(model, whole, stored, config, device)
     except Exception as error:
         raise ModelError(f"model.name: {source.name} could not be loaded: {error}") from error
+    model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+    model._adjust_missing_and_unexpected_keys(info)
     refuse_misfits(model, source, info)
     _check_tied(tied, model)
-    finish(model, device)
+    left = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if left:
+        raise ModelError(f"no value was loaded for {names(left)}")
+    model.to(device).train()
 
 
 def _load_config(
@@ -72,7 +84,7 @@ def _load_config(
         dtype=source.master_dtype,
         dtype_plan=model._get_dtype_plan(source.master_dtype),
         hf_quantizer=quantizer,
-        weight_mapping=get_model_conversion_mapping(model, None, quantizer),
+        weight_mapping=get_model_conversion_mapping(model, None, quantizer),  # type: ignore[arg-type]
     )
 
 
@@ -84,15 +96,6 @@ def _check_tied(declared: dict[str, str], model: PreTrainedModel) -> None:
                 f"the config ties {target} to {origin}, but the checkpoint holds two different tensors for them; "
                 "set tie_word_embeddings to false in its config.json to train them apart"
             )
-
-
-def finish(model: PreTrainedModel, device: torch.device) -> None:
-    """After every parameter has its values: nothing is left on meta, and the model is ready to train on `device`."""
-    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    if left:
-        raise ModelError(f"no value was loaded for {names(left)}")
-    model.to(device)
-    model.train()
 
 
 def _gguf(model: PreTrainedModel, source: Source) -> tuple[HfQuantizer, dict[str, torch.Tensor]]:
@@ -112,22 +115,3 @@ def _gguf(model: PreTrainedModel, source: Source) -> tuple[HfQuantizer, dict[str
         return reader, reader.get_state_dict(source.files[0], model)
     except ImportError as error:
         raise ModelError(f"reading GGUF needs an extra: pip install 'meshtune[gguf]' ({error})") from error
-
-
-def unit_names(model: PreTrainedModel) -> list[str]:
-    """Qualified names of the repeated blocks (decoder layers), in the order in which they are defined."""
-    blocks = set(model._no_split_modules or ())
-    found: list[str] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{outer}.") for outer in found):
-            continue
-        children = list(module)
-        if children and all(type(child).__name__ in blocks or _is_checkpointing_layer(child) for child in children):
-            found += [f"{name}.{index}" for index in range(len(children))]
-    return found
-
-
-def _is_checkpointing_layer(module: nn.Module) -> bool:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return isinstance(module, GradientCheckpointingLayer)

@@ -20,6 +20,23 @@ from transformers.core_model_loading import (
 )
 
 
+class Renaming:
+    """The name of the model's tensor that a stored tensor goes into, by some of transformers' conversions, as loading finds it."""
+
+    def __init__(self, model: PreTrainedModel, conversions: list):
+        self._renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+        self._converters = [c for c in conversions if isinstance(c, WeightConverter)]
+        self._by_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
+        self._own, self._prefix = model.state_dict(), model.base_model_prefix
+
+    def __call__(self, name: str) -> tuple[str, WeightConverter | None]:
+        """(the name, which the model may not have; the converter on the way there, if there is one)."""
+        found, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._own)
+        if found not in self._own and name in self._own:
+            return name, None
+        return found, None if pattern is None else self._by_pattern[pattern]
+
+
 class CheckpointNames:
     """How `model` is written in the names of the checkpoint that it came from.
 
@@ -33,24 +50,21 @@ class CheckpointNames:
         """Stored names from which no tensor of the model is filled."""
         model.__dict__.pop("_weight_conversions", None)
         if stored:
-            model._weight_conversions = self._follow()
+            model._weight_conversions = self._follow()  # type: ignore[assignment]
 
     def _follow(self) -> list:
         """The conversions that reading the checkpoint uses; finds `unread` on the way."""
         conversions = get_model_conversion_mapping(self.model)
-        renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-        converters = [c for c in conversions if isinstance(c, WeightConverter)]
-        own = self.model.state_dict()
-        for name in self.stored:
-            prefix = self.model.base_model_prefix
-            found, _ = rename_source_key(name, renamings, converters, prefix, own)
-            if found not in own and name not in own:
-                self.unread.add(name)
+        target, own = Renaming(self.model, conversions), self.model.state_dict()
+        self.unread.update(name for name in self.stored if target(name)[0] not in own)
         return [c for c in conversions if c.was_used()]
 
     def written(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of the model in the checkpoint's names and form (experts apart again, say)."""
-        return {self._with_stored_prefix(name): tensor for name, tensor in revert_weight_conversion(self.model, state).items()}
+        return {
+            self._with_stored_prefix(name): tensor
+            for name, tensor in revert_weight_conversion(self.model, state).items()
+        }
 
     def _with_stored_prefix(self, name: str) -> str:
         """Some checkpoints leave the trunk's name out, which reading does not record."""

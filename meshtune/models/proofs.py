@@ -13,6 +13,7 @@ import os
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils import is_flash_attn_2_available
@@ -81,7 +82,11 @@ def _record(
     if cache is None or source.model_class.is_custom_code():
         return None
     versions = [version(package) for package in ("torch", "transformers")]
-    facts = [source.config.to_json_string(use_diff=False), source.model_class.__qualname__, source.section.attention]
+    facts: list[Any] = [
+        source.config.to_json_string(use_diff=False),
+        source.model_class.__qualname__,
+        source.section.attention,
+    ]
     facts += [attention, packing, device.type, str(dtype), versions, _own_code()]
     return cache / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 

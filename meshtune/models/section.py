@@ -17,7 +17,9 @@ class ModelSection(Section):
         description="Hub id, or a folder with config.json, tokenizer and safetensors, or a `.gguf` file in a folder."
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
-    tokenizer: str | None = Field(None, description="Hub id or folder of the tokenizer, where it is not beside the model.")
+    tokenizer: str | None = Field(
+        None, description="Hub id or folder of the tokenizer, where it is not beside the model."
+    )
     weights: Literal["pretrained", "random"] = Field(
         "pretrained",
         description="`pretrained` loads the checkpoint; `random` initialises from the config alone, "
@@ -28,10 +30,12 @@ class ModelSection(Section):
         description="`auto`: float32 master weights, exported in the checkpoint's own dtype. A named dtype is what the weights "
         "are held, trained and exported in; below float32 small updates are lost to rounding, and a warning says so.",
     )
-    attention: Literal[
-        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
-    ] = Field("auto", description="Attention implementation. What `auto` chose is printed and stored.")
-    trust_remote_code: bool = Field(False, description="Run the Python code that a hub repository ships with its model.")
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
+        "auto", description="Attention implementation. What `auto` chose is printed and stored."
+    )
+    trust_remote_code: bool = Field(
+        False, description="Run the Python code that a hub repository ships with its model."
+    )
     allow_unexpected: list[str] = Field(
         default_factory=list,
         description="Regular expressions of checkpoint tensors that the model does not use and that may be left out. "

@@ -79,7 +79,9 @@ def _shrunk(name: str, value: Any, count: int, kept: int, cut: Cut) -> Any:
     if _LAYERS.search(name):
         return min(value, kept) if value == count else value
     if _SHARED.search(name) and kept < count:
-        return min(value, kept // 2)  # the last layers, which take keys and values from layers of their kind before them
+        return min(
+            value, kept // 2
+        )  # the last layers, which take keys and values from layers of their kind before them
     return _small_integer(name, value, cut)
 
 
@@ -152,4 +154,3 @@ def _integers(values: Values) -> Iterator[tuple[str, int]]:
         for item in value if isinstance(value, list | tuple) else [value]:
             if type(item) is int:
                 yield str(name), item
-

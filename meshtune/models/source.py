@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 from transformers.models.auto.auto_factory import _get_model_class
@@ -31,7 +38,7 @@ class Source:
     section: ModelSection
     location: str
     config: PreTrainedConfig
-    model_class: type
+    model_class: type[PreTrainedModel]
     files: list[str] = field(default_factory=list)
     gguf_file: str | None = None
     dtype: torch.dtype = torch.float32
@@ -142,7 +149,9 @@ def _refuse_quantized(section: ModelSection, config: PreTrainedConfig) -> None:
         )
 
 
-def _model_class(section: ModelSection, location: str, config: PreTrainedConfig) -> tuple[type, PreTrainedConfig]:
+def _model_class(
+    section: ModelSection, location: str, config: PreTrainedConfig
+) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     remote = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
     if remote and section.trust_remote_code:
         return get_class_from_dynamic_module(remote, location, revision=section.revision), config
@@ -155,7 +164,7 @@ def _model_class(section: ModelSection, location: str, config: PreTrainedConfig)
         ) from error
 
 
-def causal_lm(config: PreTrainedConfig) -> tuple[type, PreTrainedConfig]:
+def causal_lm(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """The class that transformers' AutoModelForCausalLM would build, and its config: of a composite that is only its text part
     where the class is a text model. Raises KeyError if there is none."""
     model_class = _get_model_class(config, AutoModelForCausalLM._model_mapping)
@@ -164,7 +173,11 @@ def causal_lm(config: PreTrainedConfig) -> tuple[type, PreTrainedConfig]:
 
 
 def weight_files(
-    section: ModelSection, location: str, config: PreTrainedConfig, model_class: type, gguf_file: str | None
+    section: ModelSection,
+    location: str,
+    config: PreTrainedConfig,
+    model_class: type[PreTrainedModel],
+    gguf_file: str | None,
 ) -> list[str]:
     """Paths of every weight file, downloaded if `location` is a hub id, each checked."""
     if Path(location).is_dir():
@@ -201,7 +214,9 @@ def _check_index(folder: Path) -> None:
         raise ModelError(f"model.name: {index} is not a safetensors index: {error}") from error
     absent = [name for name in wanted if not (folder / name).is_file()]
     if absent:
-        raise ModelError(f"model.name: {index} names {len(wanted)} files, of which these are missing: {', '.join(absent)}")
+        raise ModelError(
+            f"model.name: {index} names {len(wanted)} files, of which these are missing: {', '.join(absent)}"
+        )
 
 
 def safetensors_header(file: Path) -> dict[str, Any]:

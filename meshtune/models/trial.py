@@ -113,16 +113,22 @@ def _hidden_states(model: CausalLM, ids: Tensor) -> Tensor:
     return model.hidden_states(ids, torch.arange(ids.shape[1], device=ids.device)[None], None)[0]
 
 
+def _embedding_weight(model: CausalLM) -> Tensor:
+    weight = model.model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
 def _gradient(model: CausalLM, hidden_states: Tensor, probe: Tensor) -> Tensor:
     """Gradient of the input embedding, for a loss that weighs every hidden state by `probe`."""
-    weight = model.model.get_input_embeddings().weight
+    weight = _embedding_weight(model)
     return torch.autograd.grad((hidden_states * probe).sum(), weight)[0]
 
 
 @torch.no_grad()
 def _rounding(model: CausalLM, row: Tensor) -> float:
     """What an error in the last digit of the embedding comes to in the hidden states: no comparison can be closer."""
-    weight = model.model.get_input_embeddings().weight
+    weight = _embedding_weight(model)
     exact, hidden_states = weight.clone(), _hidden_states(model, row)
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)).to(weight)
     weight.mul_(1 + torch.finfo(weight.dtype).eps * noise)

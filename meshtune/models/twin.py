@@ -38,7 +38,9 @@ def twin_config(source: Source) -> PreTrainedConfig:
         candidates = list(_candidates(source))
     except Exception as error:
         name = source.model_class.__name__
-        raise ModelError(f"model.name: transformers cannot build {name} from this config ({one_line(error)})") from error
+        raise ModelError(
+            f"model.name: transformers cannot build {name} from this config ({one_line(error)})"
+        ) from error
     reason = f"it has more than {_LARGEST:,} parameters however it is cut"
     for limit in (_SMALL_ENOUGH, _LARGEST):
         for values in candidates:
@@ -102,12 +104,14 @@ def build_twin(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape), alpha=0.05)
-    return model.to(device=device, dtype=dtype).eval()
+    return model.to(device=device, dtype=dtype).eval()  # type: ignore[call-arg]
 
 
 def row_of_tokens(model: PreTrainedModel, length: int) -> Tensor:
     """[length] int64 of ordinary tokens: none that the config gives a meaning of its own, such as padding or an image."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    vocabulary = weight.shape[0]
     special = set(_token_ids(model.config.to_dict()))
     ordinary = torch.tensor([i for i in range(min(vocabulary, 4096)) if i not in special] or [0])
     choice = torch.randint(len(ordinary), (length,), generator=torch.Generator().manual_seed(0))

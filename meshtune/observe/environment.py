@@ -58,9 +58,7 @@ def _cpu_name() -> str:
     except OSError:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return next(
-        (name for name in names if name and name != "unknown"), platform.processor() or platform.machine()
-    )
+    return next((name for name in names if name and name != "unknown"), platform.processor() or platform.machine())
 
 
 def _git_state(directory: str | os.PathLike[str]) -> dict[str, Any] | None:

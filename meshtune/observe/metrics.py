@@ -31,9 +31,7 @@ class Recorder:
         Raises `ValueError` for any other tensor, for a reduction that is unknown or differs from the one that
         `name` was recorded with before."""
         if reduce not in get_args(Reduction):
-            raise ValueError(
-                f"metric {name}: reduce is {reduce!r}, wanted one of {', '.join(get_args(Reduction))}"
-            )
+            raise ValueError(f"metric {name}: reduce is {reduce!r}, wanted one of {', '.join(get_args(Reduction))}")
         known = self._reductions.setdefault(name, reduce)
         if known != reduce:
             raise ValueError(f"metric {name}: recorded with reduce={known!r} before, now with {reduce!r}")

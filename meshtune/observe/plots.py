@@ -30,9 +30,7 @@ def loss_png(metrics_jsonl: str | os.PathLike[str], out_path: str | os.PathLike[
     if any(value is not None for _, value in [*train, *validation]):
         _draw(axes, train, validation)
     else:
-        axes.text(
-            0.5, 0.5, "Nothing logged yet", ha="center", va="center", transform=axes.transAxes, color="0.5"
-        )
+        axes.text(0.5, 0.5, "Nothing logged yet", ha="center", va="center", transform=axes.transAxes, color="0.5")
         axes.set(xticks=[], yticks=[])
     picture = io.BytesIO()
     figure.savefig(picture, format="png")

@@ -40,9 +40,7 @@ def _measured(device: str) -> tuple[Precision, dict[str, float]]:
     return choice, flops
 
 
-def measure_matmul_flops(
-    dtype: torch.dtype, seconds_budget: float = 0.3, device: torch.device | str = "cpu"
-) -> float:
+def measure_matmul_flops(dtype: torch.dtype, seconds_budget: float = 0.3, device: torch.device | str = "cpu") -> float:
     """The best FLOP/s seen in products of two square matrices of `dtype`; 0.0 where the device cannot
     multiply them.
 

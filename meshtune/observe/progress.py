@@ -58,9 +58,7 @@ class Progress:
 class Eta:
     """Seconds left, from the pace of the latest steps; validations and checkpoints between them count."""
 
-    def __init__(
-        self, total_steps: int, initial_step: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, total_steps: int, initial_step: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.total_steps = total_steps
         self._clock = clock
         self._seen: deque[tuple[int, float]] = deque([(initial_step, clock())], maxlen=64)

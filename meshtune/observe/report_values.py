@@ -13,9 +13,7 @@ def html_of(content: Any) -> str:
     Mappings become tables (inner ones of a few short values a line of pairs), lists of plain values a line,
     text with line breaks keeps them."""
     if isinstance(content, Mapping):
-        rows = (
-            f"<tr><th>{escape(str(key))}</th><td>{_inner(value)}</td></tr>" for key, value in content.items()
-        )
+        rows = (f"<tr><th>{escape(str(key))}</th><td>{_inner(value)}</td></tr>" for key, value in content.items())
         return f"<table>{''.join(rows)}</table>"
     if isinstance(content, list):
         if any(isinstance(item, (Mapping, list)) for item in content):
@@ -32,8 +30,7 @@ def _inner(content: Any) -> str:
     if not isinstance(content, Mapping) or not all(_is_short(value) for value in content.values()):
         return html_of(content)
     pairs = (
-        f'<span class="pair"><span>{escape(str(key))}</span> {html_of(value)}</span> '
-        for key, value in content.items()
+        f'<span class="pair"><span>{escape(str(key))}</span> {html_of(value)}</span> ' for key, value in content.items()
     )
     return "".join(pairs) or "none"
 

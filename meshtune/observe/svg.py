@@ -42,9 +42,7 @@ class _Frame:
         return _placed(value, self.values, _HEIGHT - _BOTTOM, _TOP)
 
 
-def line_chart(
-    title: str, series: Sequence[Series], text_of: Callable[[float], str], width: int = NARROW
-) -> str:
+def line_chart(title: str, series: Sequence[Series], text_of: Callable[[float], str], width: int = NARROW) -> str:
     """The chart of `series` over optimizer steps, or a sentence where there is nothing to draw.
 
     `text_of` writes a value at the axis; `width` in pixels is about that of the place where the chart is
@@ -55,12 +53,8 @@ def line_chart(
     steps = _widened([x for x, _ in known], margin=1.0)
     values = _ticks(*_widened([y for _, y in known]))
     frame = _Frame(steps, (values[0], values[-1]), width, text_of)
-    parts = [
-        f'<svg viewBox="0 0 {width} {_HEIGHT}" role="img" aria-label="{escape(title)}, by optimizer step">'
-    ]
-    parts += _axes(
-        frame, [tick for tick in _ticks(*steps, narrowest=1.0) if steps[0] <= tick <= steps[1]], values
-    )
+    parts = [f'<svg viewBox="0 0 {width} {_HEIGHT}" role="img" aria-label="{escape(title)}, by optimizer step">']
+    parts += _axes(frame, [tick for tick in _ticks(*steps, narrowest=1.0) if steps[0] <= tick <= steps[1]], values)
     parts += [_curve(one, frame) for one in series]
     return "\n".join([*parts, "</svg>"])
 
@@ -81,13 +75,10 @@ def _axes(frame: _Frame, steps: Sequence[float], values: Sequence[float]) -> lis
 def _curve(one: Series, frame: _Frame) -> str:
     runs = _unbroken(thinned(one.points))
     lines = [
-        f'<polyline points="{" ".join(f"{frame.x(x)},{frame.y(y)}" for x, y in run)}"/>'
-        for run in runs
-        if len(run) > 1
+        f'<polyline points="{" ".join(f"{frame.x(x)},{frame.y(y)}" for x, y in run)}"/>' for run in runs if len(run) > 1
     ]
     dots = [
-        f'<circle cx="{frame.x(x)}" cy="{frame.y(y)}" r="3">'
-        f"<title>step {x:,.0f}: {frame.text_of(y)}</title></circle>"
+        f'<circle cx="{frame.x(x)}" cy="{frame.y(y)}" r="3"><title>step {x:,.0f}: {frame.text_of(y)}</title></circle>'
         for run in runs
         for x, y in run
         if one.style == "marks" or len(run) == 1

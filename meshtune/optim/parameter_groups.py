@@ -13,9 +13,7 @@ from meshtune.errors import ModelError
 __all__ = ["parameter_groups"]
 
 
-def parameter_groups(
-    named_modules: Iterable[tuple[str, nn.Module]], weight_decay: float
-) -> list[dict[str, Any]]:
+def parameter_groups(named_modules: Iterable[tuple[str, nn.Module]], weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups for a torch optimizer: each trainable parameter once, in the order of the modules.
 
     No decay on biases and normalisation weights, which means: a name that ends in "bias" or contains "norm", or any

@@ -92,9 +92,7 @@ class LRSchedulerSection(Section):
         if self.name == "wsd":
             decay = self._wsd_decay_steps(total_steps)
             _refuse_too_long("warm-up and decay", self._keys("warmup", "decay"), warmup + decay, total_steps)
-            after = partial(
-                _stable_then_cosine, floor=floor, stable=total_steps - warmup - decay, decay=decay
-            )
+            after = partial(_stable_then_cosine, floor=floor, stable=total_steps - warmup - decay, decay=decay)
             return partial(_with_warmup, warmup=warmup, after=after, start=floor)
         after = partial(_CURVES[self.name], floor=floor, length=total_steps - warmup)
         return partial(_with_warmup, warmup=warmup, after=after)

@@ -45,9 +45,7 @@ class OptimizerSection(Section):
         ge=0,
         description="sgd only: decay of the running gradient. Default 0, which keeps none.",
     )
-    nesterov: bool | None = Field(
-        default=None, description="sgd only: Nesterov's form of momentum. Default false."
-    )
+    nesterov: bool | None = Field(default=None, description="sgd only: Nesterov's form of momentum. Default false.")
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Settings of the other optimizer, and values out of range."""
@@ -60,9 +58,7 @@ class OptimizerSection(Section):
         if self.name == "sgd" and self.nesterov and not self.momentum:
             yield "nesterov", "needs momentum above 0; set momentum, for example 0.9"
 
-    def build(
-        self, named_modules: Iterable[tuple[str, nn.Module]], learning_rate: float
-    ) -> torch.optim.Optimizer:
+    def build(self, named_modules: Iterable[tuple[str, nn.Module]], learning_rate: float) -> torch.optim.Optimizer:
         """The optimizer over the trainable parameters of `named_modules` (`model.named_modules()`).
 
         Works on plain tensors and DTensors alike, in any mixture. AdamW's fused kernel is used when every

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from meshtune.errors import ModelError
@@ -26,7 +25,7 @@ _KEPT = {
 }
 
 
-def checkpoint_activations(model: nn.Module, mode: Mode) -> None:
+def checkpoint_activations(model: Any, mode: Mode) -> None:
     """Keep only each block's input (`full`), or also the outputs of matrix products and attention (`selective`).
 
     Raises ModelError if the architecture has no place for it.

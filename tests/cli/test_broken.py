@@ -55,7 +55,9 @@ def assert_refused(said: Said, run: Path, *parts: str) -> None:
         (
             "model:\n",
             "distributed: {dp_replicate_size: 2}\nmodel:\n",
-            ["distributed.dp_replicate_size: dp_replicate_size 2 needs a number of ranks that is a multiple of 2, found 1"],
+            [
+                "distributed.dp_replicate_size: dp_replicate_size 2 needs a number of ranks that is a multiple of 2, found 1"
+            ],
         ),
         (
             "global_batch_size: 4",

@@ -84,6 +84,7 @@ def ended_by(error: BaseException, training: bool) -> tuple[int, str]:
         (DataError("row 3 is odd"), 2, 1, "meshtune: error: row 3 is odd"),
         (CheckpointError("no room"), 2, 1, "meshtune: error: no room"),
         (TrainingError("loss is nan"), 2, 1, "meshtune: error: loss is nan"),
+        (OSError("no space for the export"), 2, 1, "meshtune: error: OSError: no space for the export"),
         (ValueError("a bug"), 2, 1, "meshtune: error: ValueError: a bug"),
         (KeyboardInterrupt(), 130, 130, "meshtune: left "),
         (SystemExit(143), 143, 143, "meshtune: left "),
@@ -143,7 +144,22 @@ def test_a_rank_that_lost_another_lets_the_launcher_speak(
     assert local._exit_code(tmp_path, failed({1: -9})) == 1
     assert capfd.readouterr().err == "meshtune: rank 1 was killed by signal 9; the other ranks were stopped\n"
     assert local._exit_code(tmp_path, failed({0: 1})) == 1
-    assert "rank 0: lost contact with another rank ([/pytorch" in capfd.readouterr().err
+    assert "meshtune: rank 0 lost contact with another rank ([/pytorch" in capfd.readouterr().err
+
+
+def test_a_rank_that_was_ended_for_another_does_not_decide(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One rank is killed while the run is set up; the launcher's SIGTERM to the rest is not the user's."""
+    as_rank(monkeypatch, 0, tmp_path)
+    assert ended_by(SystemExit(143), training=False) == (143, "")
+    assert local._exit_code(tmp_path, failed({1: -9})) == 1
+    assert capfd.readouterr().err == "meshtune: rank 1 was killed by signal 9; the other ranks were stopped\n"
+    assert local._exit_code(tmp_path, failed({0: 143})) == 143
+    assert capfd.readouterr().err == "meshtune: left on SIGTERM\n"
+    as_rank(monkeypatch, 1, tmp_path)
+    ended_by(DataError("row 3 is odd"), training=False)
+    assert local._exit_code(tmp_path, failed({0: 143, 1: 2})) == 2
 
 
 def failed(codes: dict[int, int]) -> Exception:

@@ -10,7 +10,7 @@ import torch
 
 from tests.parity.conftest import Bench
 from tests.parity.reference import Course, Hyperparameters, train_plainly
-from tests.parity.runs import check_course, exported_weights
+from tests.parity.runs import TOLERANCE, check_course, exported_weights
 
 # Far below half a unit of bf16's rounding of a weight of 0.15: a bf16 weight would not move.
 LEARNING_RATE = 1e-5
@@ -47,6 +47,7 @@ def test_bf16_computes_and_float32_keeps(
     start = exported_weights(bench.model(architecture))
     moved, should_move = movement(found, start), movement(wanted, start)
     assert found.loss == pytest.approx(wanted.loss, rel=1e-2)
+    assert found.loss != pytest.approx(wanted.loss, rel=TOLERANCE)
     assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=3e-2)
     assert found.validation_loss == pytest.approx(wanted.validation_loss, rel=1e-2)
     assert (moved - should_move).norm() < 0.2 * should_move.norm()

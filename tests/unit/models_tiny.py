@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,14 @@ _SCALED_ROPE = {
 }
 _WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 _BERT_LIKE = {"is_decoder": True, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
-_DROPOUTS = ("dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob")
+_DROPOUTS = (
+    "dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+)
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -59,7 +65,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", _MOE),
     "deepseek_v3": (
         "deepseek_v3",
-        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 1}
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": 1,
+            "n_group": 1,
+        }
         | {"topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8}
         | {"qk_rope_head_dim": 8, "v_head_dim": 12, "head_dim": 8, "num_key_value_heads": 4},
     ),
@@ -114,15 +126,13 @@ def save_tiny(
     name: str,
     folder: Path,
     dtype: torch.dtype = torch.bfloat16,
-    change: Callable[[PreTrainedModel], None] | None = None,
-    **saving: Any,
+    max_shard_size: str = "5GB",
+    **changes: Any,
 ) -> Path:
-    """A checkpoint of it as transformers writes one; `saving` goes to `save_pretrained`."""
-    model = tiny_model(name).to(dtype)
+    """A checkpoint of it as transformers writes one."""
+    model = tiny_model(name, **changes).to(dtype)
     model.config.dtype = dtype
-    if change is not None:
-        change(model)
-    model.save_pretrained(folder, **saving)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 

@@ -186,9 +186,7 @@ def test_missing_file_and_folder() -> None:
 def test_circle_of_bases_names_the_file_that_closes_it() -> None:
     os.mkdir("deep")
     Path("deep/two.yaml").write_text("seed: 1\nbase: ../r.yaml\n", encoding="utf-8")
-    expected = (
-        f"{os.path.join('deep', 'two.yaml')}:2: base: found bases that go round in a circle, back to r.yaml"
-    )
+    expected = f"{os.path.join('deep', 'two.yaml')}:2: base: found bases that go round in a circle, back to r.yaml"
     assert problems_of("base: deep/two.yaml\n") == [expected]
 
 

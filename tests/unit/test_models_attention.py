@@ -55,7 +55,9 @@ def _by_formula(q: Tensor, k: Tensor, v: Tensor, settings: dict[str, Any]) -> Te
 
 @pytest.mark.parametrize("block", [1, 3, 256])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_documents_get_what_the_formula_gives_each_alone(name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_get_what_the_formula_gives_each_alone(
+    name: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "_BLOCK", block)
     packed, alone = _inputs(), _inputs()
     weights = torch.randn(1, sum(LENGTHS), 4, 8)
@@ -125,7 +127,9 @@ def test_a_packed_row_trains_as_its_documents_do_under_eager(name: str, checkpoi
         packed.model.activation_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(4, 90, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    wanted = torch.cat([alone.hidden_states(part, torch.arange(part.shape[1])[None], None) for part in ids.split(LENGTHS, 1)], 1)
+    wanted = torch.cat(
+        [alone.hidden_states(part, torch.arange(part.shape[1])[None], None) for part in ids.split(LENGTHS, 1)], 1
+    )
     weights = torch.randn(wanted.shape)
     (wanted * weights).sum().backward()
     with documents(LENGTHS):

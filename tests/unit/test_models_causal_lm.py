@@ -38,19 +38,29 @@ def test_the_head_on_chosen_positions_gives_the_models_own_logits(name: str) -> 
 def test_a_padded_batch_gives_the_models_own_logits_on_real_tokens(name: str) -> None:
     model = tiny_model(name)
     with torch.no_grad():
-        alone = [model(input_ids=row[real][None], use_cache=False).logits[0] for row, real in zip(IDS, PADDING, strict=True)]
+        alone = [
+            model(input_ids=row[real][None], use_cache=False).logits[0] for row, real in zip(IDS, PADDING, strict=True)
+        ]
         found = _apart(CausalLM(model), PADDING, PADDING)
     torch.testing.assert_close(found, torch.cat(alone), rtol=1e-4, atol=1e-4)
 
 
 def test_positions_of_a_row_that_is_not_packed_are_the_models_own() -> None:
     """RoBERTa counts positions from an offset: positions from 0 would give it embeddings that it never learnt."""
-    sizes = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 40, "vocab_size": 97}
+    sizes = {
+        "hidden_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 40,
+        "vocab_size": 97,
+    }
     config = AutoConfig.for_model("roberta", is_decoder=True, **sizes)
     model = stirred(AutoModelForCausalLM.from_config(config)).eval()
     with torch.no_grad():
         wanted = model(input_ids=IDS, use_cache=False).logits
-        found = CausalLM(model).head(CausalLM(model).hidden_states(IDS, POSITIONS, None).flatten(0, 1)).view(wanted.shape)
+        found = (
+            CausalLM(model).head(CausalLM(model).hidden_states(IDS, POSITIONS, None).flatten(0, 1)).view(wanted.shape)
+        )
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -89,7 +99,9 @@ def test_names_are_the_models_own_and_head_parameters_the_output_embedding() -> 
     model = tiny_model("llama-tied")
     wrapped = CausalLM(model)
     assert [f"model.{path}" for path, _ in model.named_parameters()] == [path for path, _ in wrapped.named_parameters()]
-    assert [id(p) for p in wrapped.head_parameters] == [id(model.lm_head.weight)] == [id(model.model.embed_tokens.weight)]
+    assert (
+        [id(p) for p in wrapped.head_parameters] == [id(model.lm_head.weight)] == [id(model.model.embed_tokens.weight)]
+    )
 
 
 def test_a_batch_opens_its_documents_and_the_objective_runs_inside_forward() -> None:

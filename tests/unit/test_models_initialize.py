@@ -26,7 +26,12 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3",
         {
             "text_config": {"hidden_size": 48, "num_hidden_layers": 1, "intermediate_size": 40, "vocab_size": 97},
-            "vision_config": {"hidden_size": 48, "num_hidden_layers": 1, "intermediate_size": 40, "num_attention_heads": 4}
+            "vision_config": {
+                "hidden_size": 48,
+                "num_hidden_layers": 1,
+                "intermediate_size": 40,
+                "num_attention_heads": 4,
+            }
             | {"image_size": 28, "patch_size": 14},
             "mm_tokens_per_image": 4,
         },

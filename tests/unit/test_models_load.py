@@ -14,7 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from meshtune.errors import ModelError
 from meshtune.models import hf
-from tests.unit.models_tiny import CONFIGS, save_tiny, saved_source
+from meshtune.models.export import export
+from meshtune.models.section import ModelSection
+from meshtune.models.source import resolve
+from tests.unit.models_tiny import CONFIGS, save_tiny, saved_source, tiny_model
 
 CPU = torch.device("cpu")
 
@@ -60,7 +63,9 @@ def test_several_files_and_a_file_of_mixed_dtypes(tmp_path: Path) -> None:
     folder = save_tiny("mixtral", tmp_path, max_shard_size="40KB")
     assert len(list(folder.glob("*.safetensors"))) > 3
     first = sorted(folder.glob("*.safetensors"))[0]
-    _rewrite(first, lambda tensors: {name: t.float() * 1.001 if i % 2 else t for i, (name, t) in enumerate(tensors.items())})
+    _rewrite(
+        first, lambda tensors: {name: t.float() * 1.001 if i % 2 else t for i, (name, t) in enumerate(tensors.items())}
+    )
     _assert_equal(_load(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
 
@@ -116,7 +121,9 @@ def test_tensors_that_are_missing_unexpected_or_of_another_shape_are_named(tmp_p
     folder = save_tiny("llama", tmp_path)
     file = folder / "model.safetensors"
     _rewrite(file, _drop("model.norm.weight", "model.layers.1.mlp.up_proj.weight"))
-    _rewrite(file, lambda tensors: {**tensors, "visual.patch.weight": torch.zeros(2), "model.layers.0.extra": torch.zeros(1)})
+    _rewrite(
+        file, lambda tensors: {**tensors, "visual.patch.weight": torch.zeros(2), "model.layers.0.extra": torch.zeros(1)}
+    )
     _rewrite(file, lambda tensors: {**tensors, "lm_head.weight": torch.zeros(96, 48)})
     message = _error(folder)
     assert "missing from the checkpoint: model.layers.1.mlp.up_proj.weight, model.norm.weight" in message
@@ -128,7 +135,10 @@ def test_unexpected_tensors_may_be_allowed_by_name_and_only_those(tmp_path: Path
     folder = save_tiny("llama", tmp_path)
     extra = {"visual.patch.weight": torch.zeros(2), "mtp.0.weight": torch.zeros(2)}
     _rewrite(folder / "model.safetensors", lambda tensors: {**tensors, **extra})
-    assert "visual.patch.weight" not in (message := _error(folder, allow_unexpected=["^visual"])) and "mtp.0.weight" in message
+    assert (
+        "visual.patch.weight" not in (message := _error(folder, allow_unexpected=["^visual"]))
+        and "mtp.0.weight" in message
+    )
     _load(folder, allow_unexpected=["^visual", "^mtp"])
 
 
@@ -181,3 +191,61 @@ def test_a_tensor_listed_in_the_index_but_in_no_file_is_missing(tmp_path: Path) 
     index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
     _rewrite(folder / index["weight_map"]["model.norm.weight"], _drop("model.norm.weight"))
     assert "missing from the checkpoint: model.norm.weight" in _error(folder)
+
+
+def _write_gguf(file: Path, model: PreTrainedModel) -> None:
+    """A llama as llama.cpp writes it: its own names, queries and keys permuted, a matrix in 8 bits."""
+    gguf = pytest.importorskip("gguf")
+    config = model.config
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        values = tensor.numpy()
+        if "q_proj" in name or "k_proj" in name:
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        kind = gguf.GGMLQuantizationType.Q8_0 if "up_proj" in name else gguf.GGMLQuantizationType.F32
+        values = gguf.quants.quantize(values, kind)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_loads_and_is_exported_in_hugging_face_names(tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 32,
+    }
+    original = tiny_model("llama", **sizes)
+    _write_gguf(tmp_path / "tiny.gguf", original)
+    source = resolve(ModelSection(name=str(tmp_path / "tiny.gguf")))
+    model = hf.build(source, "eager")
+    hf.load(model, source, CPU)
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
+    _assert_equal(model, wanted)
+    for name, tensor in original.named_parameters():
+        if "up_proj" not in name:
+            assert torch.equal(model.get_parameter(name), tensor), name
+    export(model, source, None, tmp_path / "export")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+
+
+def test_a_gguf_file_of_another_shape_or_none_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF and then nothing that fits")
+    with pytest.raises(ModelError, match="no config could be read"):
+        resolve(ModelSection(name=str(tmp_path / "broken.gguf")))

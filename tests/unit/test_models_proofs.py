@@ -54,18 +54,28 @@ def test_what_is_asked_for_runs_or_is_refused_with_its_reason() -> None:
     assert "does not offer it" in _refusal("gemma2", False, "sdpa")
     assert "no scaled-dot-product attention" in _refusal("gemma2", True, "sdpa")
     flash = _refusal("llama", True, "flash_attention_2")
-    assert "model.attention: flash_attention_2 cannot run LlamaForCausalLM packed" in flash and "FlashAttention2" in flash
+    assert (
+        "model.attention: flash_attention_2 cannot run LlamaForCausalLM packed" in flash and "FlashAttention2" in flash
+    )
 
 
 def test_flex_attention_has_no_backward_on_the_cpu_and_says_so() -> None:
-    assert "FlexAttention does not support backward on CPU" in _refusal("llama", True, "flex_attention", num_hidden_layers=1)
+    assert "FlexAttention does not support backward on CPU" in _refusal(
+        "llama", True, "flex_attention", num_hidden_layers=1
+    )
 
 
 @pytest.mark.parametrize("name", ["bloom", "mamba"])
 def test_alibi_and_recurrence_pack_nowhere_and_pad_exactly(name: str) -> None:
     refusal = _refusal(name, True)
-    assert "a packed batch changes a document's hidden states by" in refusal and "write `data.packing: false`" in refusal
-    assert [line.split(":")[0].strip() for line in refusal.splitlines()[1:]] == ["sdpa, one call per document", "sdpa", "eager"]
+    assert (
+        "a packed batch changes a document's hidden states by" in refusal and "write `data.packing: false`" in refusal
+    )
+    assert [line.split(":")[0].strip() for line in refusal.splitlines()[1:]] == [
+        "sdpa, one call per document",
+        "sdpa",
+        "eager",
+    ]
     assert _choose(name, False) == "eager"
 
 
@@ -155,7 +165,9 @@ def _padded_on_the_left(documents: Any, pad_token_id: int) -> Batch:
     width = max(len(ids) for ids, _ in documents)
     rows = torch.tensor([[pad_token_id] * (width - len(ids)) + list(ids) for ids, _ in documents])
     mask = torch.stack([torch.arange(width) >= width - len(ids) for ids, _ in documents])
-    return Batch(input_ids=rows, position_ids=torch.arange(width).expand(rows.shape), shift_labels=rows, attention_mask=mask)
+    return Batch(
+        input_ids=rows, position_ids=torch.arange(width).expand(rows.shape), shift_labels=rows, attention_mask=mask
+    )
 
 
 def test_a_proof_is_kept_and_a_refusal_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

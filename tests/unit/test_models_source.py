@@ -113,7 +113,9 @@ def test_a_hub_id_without_the_hub_fails_in_seconds_and_says_why(offline: bool, m
     monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     started = time.monotonic()
     message = _error("someone/nosuch-model")
-    with pytest.raises(ModelError, match=r"model.tokenizer: no tokenizer could be loaded from someone/nosuch-model: no folder"):
+    with pytest.raises(
+        ModelError, match=r"model.tokenizer: no tokenizer could be loaded from someone/nosuch-model: no folder"
+    ):
         load_tokenizer(ModelSection(name="someone/nosuch-model"))
     assert time.monotonic() - started < 5
     wanted = "HF_HUB_OFFLINE is set" if offline else "http://127.0.0.1:9 cannot be reached"
@@ -142,5 +144,8 @@ def test_the_tokenizer_may_come_from_elsewhere(tmp_path: Path) -> None:
 
 
 def test_settings_without_effect_are_problems() -> None:
-    found = [key for key, _ in ModelSection(name="x.gguf", weights="random", allow_unexpected=["a"], dtype="float16").problems()]
+    found = [
+        key
+        for key, _ in ModelSection(name="x.gguf", weights="random", allow_unexpected=["a"], dtype="float16").problems()
+    ]
     assert sorted(found) == ["allow_unexpected", "dtype", "name"]

@@ -105,7 +105,9 @@ def test_experts_vocabulary_and_inner_widths_are_cut_and_ratios_kept() -> None:
     }  # fmt: skip
     tokens = _cut(vocab_size=50000, pad_token_id=49999, image_token_id=7)
     assert tokens == {"vocab_size": 128, "pad_token_id": 0, "image_token_id": 7}
-    cut = shrink({"hidden_size": 320, "intermediate_size": 1000, "num_heads": 5, "num_kv_heads": 1, "head_dim": 64}, Cut(5))
+    cut = shrink(
+        {"hidden_size": 320, "intermediate_size": 1000, "num_heads": 5, "num_kv_heads": 1, "head_dim": 64}, Cut(5)
+    )
     assert cut == {"hidden_size": 64, "intermediate_size": 200, "num_heads": 1, "num_kv_heads": 1, "head_dim": 64}
     assert shrink({"intermediate_size": 1001}, Cut(5)) == {"intermediate_size": 208}
     assert shrink({"rope_parameters": {"factor": 8}, "tie": True, "x": None}, Cut(5)) == {
@@ -145,5 +147,7 @@ def test_a_config_that_transformers_cannot_build_or_run_is_refused_with_the_reas
         twin_config(unbuildable)
     unrunnable = tiny_source("qwen3_moe")
     unrunnable.config.num_experts_per_tok = 9
-    with pytest.raises(ModelError, match=r"no small twin of Qwen3MoeForCausalLM could be built to try it on \(RuntimeError"):
+    with pytest.raises(
+        ModelError, match=r"no small twin of Qwen3MoeForCausalLM could be built to try it on \(RuntimeError"
+    ):
         twin_config(unrunnable)

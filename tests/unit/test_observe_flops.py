@@ -176,9 +176,7 @@ def test_peak_memory_of_an_accelerator_is_its_allocators(monkeypatch: pytest.Mon
 
 def git(folder: Path, *arguments: str) -> str:
     identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-    done = subprocess.run(
-        ["git", *identity, *arguments], cwd=folder, capture_output=True, encoding="utf-8", check=True
-    )
+    done = subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, encoding="utf-8", check=True)
     return done.stdout.strip()
 
 

@@ -53,9 +53,7 @@ def train(folder: Path, steps: int) -> None:
         counts = {"tokens": 1000, "tokens_per_second": 500.0, "mfu": 0.25, "peak_memory_bytes": 3 * 2**30}
         sink.write(step, {**values, **counts})
         if step % 5 == 0:
-            sink.write(
-                step, {"epoch": step / 10, "validation_loss": 2.5 - step / 100, "validation_tokens": 9}
-            )
+            sink.write(step, {"epoch": step / 10, "validation_loss": 2.5 - step / 100, "validation_tokens": 9})
     sink.close()
 
 
@@ -73,12 +71,8 @@ def test_the_report_has_every_part_and_needs_nothing_else(tmp_path: Path) -> Non
     train(run, 20)
     (run / "recipe.resolved.yaml").write_text("recipe: sft\nseed: 42\n", encoding="utf-8")
     (run / "layout.json").write_text(json.dumps({"world_size": 4, "mesh": {"dp_shard": 4}}), encoding="utf-8")
-    (run / "data.json").write_text(
-        json.dumps({"train": {"rows": 12345, "unusable": ["row 3"]}}), encoding="utf-8"
-    )
-    (run / "environment.json").write_text(
-        json.dumps({"git": {"commit": "abc", "dirty": True}}), encoding="utf-8"
-    )
+    (run / "data.json").write_text(json.dumps({"train": {"rows": 12345, "unusable": ["row 3"]}}), encoding="utf-8")
+    (run / "environment.json").write_text(json.dumps({"git": {"commit": "abc", "dirty": True}}), encoding="utf-8")
     path = write_report(run)
     assert path == run.resolve() / "report.html"
     page = path.read_text(encoding="utf-8")
@@ -190,9 +184,7 @@ def test_a_null_cuts_the_curve() -> None:
     assert chart.count("<polyline") == 2
 
 
-@pytest.mark.parametrize(
-    "values", [[1.0, 1.0], [0.0], [-3.0, -1.0], [1e-9, 2e-9], [1e12, 3e12], [0.0, 1e-300]]
-)
+@pytest.mark.parametrize("values", [[1.0, 1.0], [0.0], [-3.0, -1.0], [1e-9, 2e-9], [1e12, 3e12], [0.0, 1e-300]])
 def test_charts_of_any_range(values: list[float]) -> None:
     """Constant, zero, negative, tiny and huge values are inside the picture."""
     chart = line_chart("x", [Series("x", [(float(i), v) for i, v in enumerate(values)], "marks")], decimal)

@@ -63,9 +63,7 @@ def test_c28_a_resumed_run_joins_up(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [broken, whole]
 
 
-@pytest.mark.parametrize(
-    "torn", [b'{"step": 4', b'{"step": 4, "loss": 1.0}garbage', b"\x00\x00\xff", b"[4]\n", b"4"]
-)
+@pytest.mark.parametrize("torn", [b'{"step": 4', b'{"step": 4, "loss": 1.0}garbage', b"\x00\x00\xff", b"[4]\n", b"4"])
 def test_c28_a_torn_last_line_is_dropped(tmp_path: Path, torn: bytes) -> None:
     """A line cut by a kill never makes the next one unreadable, with or without a resume step."""
     for resume_step in (3, None):

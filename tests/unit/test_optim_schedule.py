@@ -84,9 +84,7 @@ def test_zeros_are_values_and_nothing_divides_by_zero(name: str, total: int) -> 
 def test_decay_steps_zero_is_no_decay() -> None:
     """C44."""
     assert ours(5, name="wsd", decay_steps=0) == [1.0] * 5
-    assert (
-        ours(20, name="wsd") == ours(20, name="wsd", decay_ratio=0.1) != ours(20, name="wsd", decay_steps=0)
-    )
+    assert ours(20, name="wsd") == ours(20, name="wsd", decay_ratio=0.1) != ours(20, name="wsd", decay_steps=0)
 
 
 def test_ratios_are_rounded_up_but_not_by_rounding_errors() -> None:

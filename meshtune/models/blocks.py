@@ -1,0 +1,24 @@
+"""The repeated blocks (decoder layers) of a model."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def unit_names(model: PreTrainedModel) -> list[str]:
+    """Qualified names of the repeated blocks, in the order in which they are defined."""
+    blocks = set(model._no_split_modules or ())
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{outer}.") for outer in found):
+            continue
+        children = list(module)
+        if children and all(_is_block(child, blocks) for child in children):
+            found += [f"{name}.{index}" for index in range(len(children))]
+    return found
+
+
+def _is_block(module: nn.Module, names: set[str]) -> bool:
+    return type(module).__name__ in names or isinstance(module, GradientCheckpointingLayer)

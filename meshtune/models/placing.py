@@ -1,0 +1,45 @@
+"""A rank's part of a tensor, cut by the tensor's own placements."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def own_slice(whole: Tensor, like: Tensor) -> Tensor:
+    """What this rank holds of `whole` if it is laid out as `like` is."""
+    if not isinstance(like, DTensor):
+        return whole
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+        whole = whole.narrow(dim, min(start, whole.shape[dim]), length)
+    return whole.contiguous()
+
+
+def parameter_like(local: Tensor, like: nn.Parameter) -> nn.Parameter:
+    """A parameter that holds `local` where `like` holds (or on meta stands for) its part."""
+    if isinstance(like, DTensor):
+        local = DTensor.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+    parameter = nn.Parameter(local, like.requires_grad)
+    parameter._is_hf_initialized = True  # transformers' rules of initialisation leave it alone from now on
+    return parameter
+
+
+def without_value(like: Tensor, device: torch.device) -> Tensor:
+    """This rank's part of a tensor in which it shows if nothing is written to it."""
+    local = like.to_local() if isinstance(like, DTensor) else like
+    if like.is_floating_point() or like.is_complex():
+        return torch.full(local.shape, torch.nan, dtype=like.dtype, device=device)
+    lowest = False if like.dtype == torch.bool else torch.iinfo(like.dtype).min
+    return torch.full(local.shape, lowest, dtype=like.dtype, device=device)
+
+
+def has_value(tensor: Tensor) -> bool:
+    """Whether everything in a tensor made by `without_value` was written to."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return not bool(torch.isnan(tensor).any())
+    return tensor.dtype in (torch.bool, torch.uint8) or not bool((tensor == torch.iinfo(tensor.dtype).min).any())

@@ -1,0 +1,130 @@
+"""How each tensor of a checkpoint gets into a sharded model: in slices where a slice can be read, else whole and then cut.
+
+transformers reads slices of tensors that are renamed or stacked (one expert's after the other's). Where a conversion joins,
+splits or permutes along the sharded dimension, the same slices would be other rows, with the right shape.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    convert_and_load_state_dict_in_model,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+
+from meshtune.models.blocks import unit_names
+from meshtune.models.naming import Renaming
+from meshtune.models.placing import own_slice, parameter_like, without_value
+
+Stored = Mapping[str, Any]
+
+
+@contextmanager
+def stored_tensors(files: list[str]) -> Iterator[dict[str, Any]]:
+    """Every tensor of safetensors files by name, read when it is indexed. Windows commits memory for a whole mapped file."""
+    backend = "pread" if sys.platform == "win32" else "mmap"
+    with ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(file, framework="pt", backend=backend)) for file in files]
+        yield {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
+
+
+def read(
+    model: PreTrainedModel,
+    whole: PreTrainedModel,
+    stored: Stored,
+    load_config: Callable[[PreTrainedModel, torch.device], LoadStateDictConfig],
+    device: torch.device,
+) -> Any:
+    """Fill the parameters and persistent buffers of a sharded meta `model`; `whole` is the same model, unsharded, on meta.
+
+    Returns transformers' report, in which what could not be filled is missing.
+    """
+    sliced, cut = _routes(model, stored, load_config(model, device).weight_mapping)
+    info, _ = convert_and_load_state_dict_in_model(
+        model, {name: stored[name] for name in sliced}, load_config(model, device)
+    )
+    for names in cut:
+        convert_and_load_state_dict_in_model(
+            whole, {name: stored[name] for name in names}, load_config(whole, torch.device("cpu"))
+        )
+        for name in _take_over(model, whole, device):
+            info.missing_keys.discard(name)
+    own = model.state_dict()
+    for name in list(info.missing_keys):
+        meta = own[name]
+        if isinstance(meta, DTensor) and meta.is_meta and meta.to_local().numel() == 0:
+            _put(model, name, without_value(meta, device))  # fewer rows than ranks: this one has none
+            info.missing_keys.discard(name)
+    return info
+
+
+def _routes(model: PreTrainedModel, stored: Stored, conversions: list) -> tuple[list[str], list[list[str]]]:
+    """Names to read in slices, and names to read whole, those of a block together."""
+    names, units, own = Renaming(model, conversions), unit_names(model), model.state_dict()
+    sliced: list[str] = []
+    cut: dict[str, list[str]] = {}
+    for name, tensor in stored.items():
+        target, converter = names(name)
+        meta = own.get(target)
+        if converter is None or not isinstance(meta, DTensor):
+            sliced.append(name)
+        elif not _converts_slices(converter, meta, len(_shape(tensor))):
+            block = next((unit for unit in units if target.startswith(f"{unit}.")), "")
+            cut.setdefault(block, []).append(name)
+        elif meta.to_local().numel():
+            sliced.append(name)
+    return sliced, list(cut.values())
+
+
+def _converts_slices(converter: WeightConverter, target: DTensor, source_dimensions: int) -> bool:
+    """Whether the converter, given slices of its sources, makes this rank's slice of the target."""
+    sharded = {p.dim % target.ndim for p in target.placements if isinstance(p, Shard)}
+    stack, *others = converter.operations
+    if len(converter.target_patterns) > 1 or not isinstance(stack, MergeModulelist) or stack.dim != 0:
+        return False
+    if source_dimensions != target.ndim - 1:
+        return False
+    touched = {op.dim for op in others if isinstance(op, Concatenate)}
+    touched |= {dim for op in others if isinstance(op, Transpose) for dim in (op.dim0, op.dim1)}
+    known = all(isinstance(op, Concatenate | Transpose) for op in others)
+    return known and sharded.isdisjoint(dim % target.ndim for dim in touched)
+
+
+def _take_over(model: PreTrainedModel, whole: PreTrainedModel, device: torch.device) -> list[str]:
+    """Give `model` its part of every tensor that `whole` holds for real, which goes back to meta. Returns their names."""
+    taken = [name for name, tensor in whole.state_dict().items() if not tensor.is_meta]
+    for name in taken:
+        tensors, leaf = _place(whole, name)
+        tensor = tensors[leaf].data
+        _put(model, name, own_slice(tensor, model.state_dict()[name]).to(device, copy=True))
+        _put(whole, name, tensor.to("meta"))
+    return taken
+
+
+def _put(model: PreTrainedModel, name: str, local: Tensor) -> None:
+    tensors, leaf = _place(model, name)
+    tensors[leaf] = parameter_like(local, tensors[leaf]) if isinstance(tensors[leaf], nn.Parameter) else local
+
+
+def _place(model: PreTrainedModel, name: str) -> tuple[dict[str, Any], str]:
+    """The dictionary, of parameters or of buffers, that holds a named tensor, and its key there."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    return (module._parameters if leaf in module._parameters else module._buffers), leaf
+
+
+def _shape(tensor: Any) -> list[int]:
+    return list(tensor.shape) if isinstance(tensor, Tensor) else tensor.get_shape()
