@@ -1,15 +1,17 @@
 """Build a transformers model on meta and load a checkpoint straight into its shards.
 
-The only file that calls transformers' private loading functions; tests/unit/test_models_contract.py pins what it needs.
+Loading, with fitting.py, reading.py and naming.py, calls private functions of transformers, and no other room does;
+tests/unit/test_models_contract.py pins what they need.
 """
 
 from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from typing import cast
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig
@@ -71,7 +73,7 @@ def load(model: PreTrainedModel, source: Source, device: torch.device) -> None:
     left = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if left:
         raise ModelError(f"no value was loaded for {names(left)}")
-    model.to(device).train()
+    cast(nn.Module, model).to(device).train()
 
 
 def _load_config(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +38,10 @@ def initialize(model: PreTrainedModel, seed: int | None, device: torch.device) -
     else:
         initialize_buffers(model, device)
         for module in model.modules():
-            for name in _meta(module._parameters):
-                meta = module._parameters[name]
+            for name, meta in _meta(module._parameters).items():
                 module._parameters[name] = parameter_like(without_value(meta, device), meta)
     model.tie_weights()
-    model.to(device).train()
+    cast(nn.Module, model).to(device).train()
 
 
 @torch.no_grad()
@@ -66,7 +66,7 @@ def _initialize(
                 owners[path]._initialize_weights(module, owners[path].is_custom_code())
         for tensor in block:
             if tensor.is_parameter and not parameters:
-                tensor.owner._parameters[tensor.name] = tensor.meta
+                tensor.held[tensor.name] = tensor.meta
             else:
                 tensor.fill_from(constructed)
                 tensor.keep_own_part(device)
@@ -102,8 +102,8 @@ def _prefixes(path: str) -> Iterator[str]:
     return (".".join(parts[: count + 1]) for count in range(len(parts)))
 
 
-def _meta(tensors: Mapping[str, Tensor | None]) -> list[str]:
-    return [name for name, tensor in tensors.items() if tensor is not None and tensor.is_meta]
+def _meta(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None and tensor.is_meta}
 
 
 @dataclass(frozen=True)
@@ -119,14 +119,14 @@ class _Tensor:
     def is_parameter(self) -> bool:
         return isinstance(self.meta, nn.Parameter)
 
-    def current(self) -> Tensor:
-        """What the owner holds: an initialisation may put another tensor in the place of a buffer."""
-        held = self.owner._parameters if self.is_parameter else self.owner._buffers
-        return held[self.name]
+    @property
+    def held(self) -> dict[str, Any]:
+        """The owner's tensors of its kind. An initialisation may put another one in the place of a buffer."""
+        return self.owner._parameters if self.is_parameter else self.owner._buffers
 
     def fill_from(self, constructed: Constructed) -> None:
         """Some tensors have their initial value from the constructor alone, which on meta gave none."""
-        current = self.current()
+        current = self.held[self.name]
         if has_value(current):
             return
         value = constructed.value(self.path)
@@ -135,21 +135,21 @@ class _Tensor:
         current.copy_(value)
 
     def keep_own_part(self, device: torch.device) -> None:
-        current = self.current()
+        current = self.held[self.name]
         if self.is_parameter:
             own = own_slice(current.data, self.meta).to(device, copy=isinstance(self.meta, DTensor))
-            self.owner._parameters[self.name] = parameter_like(own, self.meta)
+            self.held[self.name] = parameter_like(own, self.meta)
         else:
-            self.owner._buffers[self.name] = current.to(device)
+            self.held[self.name] = current.to(device)
 
 
 def _materialize(path: str, module: nn.Module) -> Iterator[_Tensor]:
     """Put whole CPU tensors without a value in the place of a module's own meta ones."""
-    for tensors in (module._parameters, module._buffers):
-        for name in _meta(tensors):
-            meta = tensors[name]
+    kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    for held in kinds:
+        for name, meta in _meta(held).items():
             whole = without_value(torch.empty(meta.shape, dtype=meta.dtype, device="meta"), _CPU)
-            tensors[name] = nn.Parameter(whole, meta.requires_grad) if isinstance(meta, nn.Parameter) else whole
+            held[name] = nn.Parameter(whole, meta.requires_grad) if isinstance(meta, nn.Parameter) else whole
             yield _Tensor(f"{path}.{name}" if path else name, module, name, meta)
 
 

@@ -1,7 +1,6 @@
 """Names of a checkpoint's tensors against names of the model's, both ways, as transformers' own conversions relate them.
 
-With hf.py and initialize.py one of the files that call private transformers functions; tests/unit/test_models_contract.py
-pins what they need.
+tests/unit/test_models_contract.py pins what this needs of transformers.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from transformers.core_model_loading import (
 
 
 class Renaming:
-    """The name of the model's tensor that a stored tensor goes into, by some of transformers' conversions, as loading finds it."""
+    """Which tensor of the model a stored tensor goes into, by given conversions of transformers, as loading finds it."""
 
     def __init__(self, model: PreTrainedModel, conversions: list):
         self._renamings = [c for c in conversions if isinstance(c, WeightRenaming)]

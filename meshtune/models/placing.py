@@ -18,14 +18,14 @@ def own_slice(whole: Tensor, like: Tensor) -> Tensor:
     return whole.contiguous()
 
 
-def parameter_like(local: Tensor, like: nn.Parameter) -> nn.Parameter:
+def parameter_like(local: Tensor, like: Tensor) -> nn.Parameter:
     """A parameter that holds `local` where `like` holds (or on meta stands for) its part."""
     if isinstance(like, DTensor):
         local = DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
     parameter = nn.Parameter(local, like.requires_grad)
-    parameter._is_hf_initialized = True  # transformers' rules of initialisation leave it alone from now on
+    setattr(parameter, "_is_hf_initialized", True)  # noqa: B010  transformers' rules of initialisation leave it alone now
     return parameter
 
 

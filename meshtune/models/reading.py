@@ -52,7 +52,7 @@ def read(
 
     Returns transformers' report, in which what could not be filled is missing.
     """
-    sliced, cut = _routes(model, stored, load_config(model, device).weight_mapping)
+    sliced, cut = _routes(model, stored, load_config(model, device).weight_mapping or [])
     info, _ = convert_and_load_state_dict_in_model(
         model, {name: stored[name] for name in sliced}, load_config(model, device)
     )

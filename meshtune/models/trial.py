@@ -59,9 +59,10 @@ class Trial:
 
     def _reference(self, dtype: torch.dtype) -> _Reference:
         if dtype not in self._references:
-            model = self._twin("eager", dtype).train()
-            row = row_of_tokens(model.model, sum(_LENGTHS))
+            config = self._config
             try:
+                model = CausalLM(build_twin(self.source, config, "eager", self.device, dtype)).train()
+                row = row_of_tokens(model.model, sum(_LENGTHS))
                 tolerance = max(_TOLERANCE[dtype], 10 * _rounding(model, row))
                 problem = _sees_later_positions(model, row, tolerance) or _head_is_not_apart(model, row, tolerance)
                 if problem is None:

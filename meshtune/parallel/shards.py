@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from meshtune.errors import TrainingError
 from meshtune.layout import Layout
 from meshtune.parallel.reach import reached
 
@@ -26,7 +27,9 @@ class Shards:
 
     def __init__(self, root: nn.Module, layout: Layout):
         assert isinstance(root, FSDPModule)
-        root.set_reduce_scatter_unused_params(True)
+        self._fills = hasattr(root, "set_reduce_scatter_unused_params")  # from torch 2.13 on
+        if self._fills:
+            root.set_reduce_scatter_unused_params(True)
         self._sharded: FSDPModule = root
         self._root: nn.Module = root
         self._layout = layout
@@ -57,6 +60,13 @@ class Shards:
         leaves = reached(output)
         found = {name: id(p) in leaves for name, p in self._whole_parameters() if p.requires_grad}
         anywhere = self._on_any_rank(list(found.values()))
+        missed = self._on_any_rank([not is_reached for is_reached in found.values()])
+        mixed = [name for name, some, none in zip(found, anywhere, missed, strict=True) if some and none]
+        if mixed and not self._fills:
+            raise TrainingError(
+                f"not every rank reaches the same parameters ({', '.join(mixed[:3])}), which fsdp2 reduces rightly from torch "
+                "2.13 on; upgrade torch, or use `distributed.strategy: ddp`"
+            )
         return [name for name, is_reached in zip(found, anywhere, strict=True) if not is_reached]
 
     def _whole_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

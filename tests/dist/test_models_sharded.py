@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -29,7 +29,10 @@ from tests.ranks import Ranks
 from tests.unit.models_tiny import save_tiny, saved_source, tiny_config
 
 CPU = torch.device("cpu")
-NAMES = ["llama-odd", "llama-tied", "gemma2", "cohere2", "phi3", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "gpt2", "bert"]
+# hrm_text's checkpoint joins queries, keys, values and gates that the model has apart, along the dimension that is sharded.
+NAMES = ["llama-odd", "llama-tied", "gemma2", "cohere2", "phi3", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
+NAMES += ["gpt2", "bert", "mamba", "hrm_text"]
+FEW = ["llama-odd", "mixtral", "gpt_oss", "hrm_text"]
 
 
 def sharded(source: Source, replicas: int = 1, strategy: str = "fsdp2", **settings: Any) -> CausalLM:
@@ -52,9 +55,9 @@ def is_equal(found: dict[str, Tensor], wanted: PreTrainedModel) -> bool:
     return found.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in found.items())
 
 
-def load_all(folder: str, replicas: int) -> dict[str, bool]:
+def load_all(folder: str, names: list[str], replicas: int) -> dict[str, bool]:
     equal = {}
-    for name in NAMES:
+    for name in names:
         source = saved_source(Path(folder) / name)
         model = sharded(source, replicas).model
         hf.load(model, source, CPU)
@@ -73,14 +76,19 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("ranks_used", "replicas"), [(2, 1), (3, 1), (4, 2)], ids=["fsdp2-2", "fsdp2-3", "hsdp-2x2"])
-def test_sharded_loading_is_bit_equal_to_from_pretrained(checkpoints: Path, ranks: Ranks, ranks_used: int, replicas: int) -> None:
-    for equal in ranks.run(ranks_used, load_all, str(checkpoints), replicas):
-        assert equal == dict.fromkeys(NAMES, True)
+@pytest.mark.parametrize(
+    ("world_size", "replicas", "names"), [(2, 1, NAMES), (3, 1, FEW), (4, 2, FEW)], ids=["fsdp2-2", "fsdp2-3", "hsdp-2x2"]
+)
+def test_sharded_loading_is_bit_equal_to_from_pretrained(
+    checkpoints: Path, ranks: Ranks, world_size: int, replicas: int, names: list[str]
+) -> None:
+    """On 3 ranks one has no expert of 4, and of 97 rows the ranks have 33, 33 and 31."""
+    for equal in ranks.run(world_size, load_all, str(checkpoints), names, replicas):
+        assert equal == dict.fromkeys(names, True)
 
 
 class _Peak(TorchDispatchMode):
-    """The most bytes that tensors made while it is active hold at one time."""
+    """The most bytes that plain tensors made while it is active hold at one time. A DTensor says the size of the whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +98,7 @@ class _Peak(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
+            if isinstance(tensor, Tensor) and tensor.device.type == "cpu" and not isinstance(tensor, DTensor):
                 self._count(tensor.untyped_storage())
         return result
 
@@ -168,7 +176,7 @@ def test_what_shards_would_hide_is_an_error_on_every_rank(tmp_path: Path, ranks:
         assert "ties lm_head.weight to model.embed_tokens.weight" in errors[1]
 
 
-RANDOM = ["llama-tied", "gemma3", "mixtral", "deepseek_v3", "gpt2", "mamba"]
+RANDOM = ["llama-tied", "gemma3", "mixtral", "gpt2", "mamba"]
 
 
 def random_weights(replicas: int = 1) -> dict[str, dict[str, Tensor]]:
@@ -188,7 +196,7 @@ def random_weights(replicas: int = 1) -> dict[str, dict[str, Tensor]]:
 
 def test_random_weights_are_the_same_on_any_number_of_ranks(ranks: Ranks) -> None:
     one = ranks.run(1, random_weights)[0]
-    for world_size, replicas in ((2, 1), (3, 1), (4, 2)):
+    for world_size, replicas in ((2, 1), (3, 1)):
         other = ranks.run(world_size, random_weights, replicas)[0]
         for name in RANDOM:
             assert one[name].keys() == other[name].keys()
@@ -202,16 +210,15 @@ class _Full:
         raise OSError(28, "No space left on device")
 
 
-def write(folder: str, strategy: str) -> list[str]:
-    """Export trained-looking wrappers of each model; return what a failing export raises here."""
+def write(folder: str, names: list[str], strategy: str) -> list[str]:
+    """Export each model as a run has it; return what a failing export raises here."""
     errors = []
-    for name in NAMES:
+    for name in names:
         source = saved_source(Path(folder) / name)
-        checkpointing = "full" if name != "mamba" else "none"
-        root = sharded(source, strategy=strategy, activation_checkpointing=checkpointing)
+        root = sharded(source, strategy=strategy, activation_checkpointing="full")
         hf.load(root.model, source, CPU)
-        wrapped = replicate(root, Layout.resolve(DistributedSection(strategy=strategy), dist.get_world_size()).connect(), Settings())
-        assert isinstance(wrapped.module, nn.Module)
+        layout = Layout.resolve(DistributedSection(strategy=strategy), dist.get_world_size()).connect()
+        replicate(root, layout, Settings())
         export(root.model, source, None, Path(folder) / f"{strategy}-{name}")
     try:
         export(root.model, source, _Full(), Path(folder) / "failed")
@@ -220,12 +227,14 @@ def write(folder: str, strategy: str) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
-def test_an_export_from_shards_is_bit_identical_to_the_checkpoint(checkpoints: Path, ranks: Ranks, strategy: str) -> None:
+@pytest.mark.parametrize(("strategy", "names"), [("fsdp2", NAMES), ("ddp", FEW[:1])], ids=["fsdp2", "ddp"])
+def test_an_export_from_shards_is_bit_identical_to_the_checkpoint(
+    checkpoints: Path, ranks: Ranks, strategy: str, names: list[str]
+) -> None:
     """By the names of the model and of no wrapper (C75); when rank 0 cannot write, no rank is left waiting (C71)."""
-    raised = ranks.run(2, write, str(checkpoints), strategy)
+    raised = ranks.run(2, write, str(checkpoints), names, strategy)
     assert [len(errors) for errors in raised] == [1, 1] and all("No space left on device" in errors[0] for errors in raised)
-    for name in NAMES:
+    for name in names:
         found, wanted = (_tensors(checkpoints / folder) for folder in (f"{strategy}-{name}", name))
         assert found.keys() == wanted.keys()
         for path, tensor in found.items():

@@ -57,11 +57,16 @@ def test_a_parameter_that_no_gradient_reaches(bench: Bench, layout: str, packed:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "packed"), [("fsdp2", False), ("fsdp2", True), ("ddp", True)], ids=["padded", "packed", "ddp"]
+    ("architecture", "settings"),
+    [("qwen3", {"head_dim": 4}), ("qwen3_moe", {"num_experts": 2, "num_experts_per_tok": 1})],
+    ids=["heads-of-4", "two-experts"],
 )
-def test_three_ranks_hold_uneven_parts_and_some_none(bench: Bench, strategy: str, packed: bool) -> None:
-    """The vocabulary of 260 is no multiple of three, and the norms of 4 leave nothing for the third."""
-    model = bench.model("qwen3", "heads-of-4", head_dim=4)
+@pytest.mark.parametrize(("strategy", "packed"), [("fsdp2", True), ("ddp", False)], ids=["fsdp2", "ddp"])
+def test_three_ranks_hold_uneven_parts_and_some_none(
+    bench: Bench, strategy: str, packed: bool, architecture: str, settings: dict[str, int]
+) -> None:
+    """A vocabulary of 260 is no multiple of three; norms of 4, and two experts, leave nothing for the third rank."""
+    model = bench.model(architecture, "uneven", **settings)
     wanted = train_plainly(model, bench.windows(packed), Hyperparameters(), bench.rows("validation"))
     training = {"per_device_batch_size": 2}
     recipe = bench.recipe(model, packed, distributed={"strategy": strategy}, training=training)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -46,7 +47,11 @@ def forked(
 
 
 def _command(arguments: list[str], output: str, cache: str, before: Callable[[str], None] | None, note: str) -> None:
-    os.environ.update(MESHTUNE_CACHE=cache, OMP_NUM_THREADS="1")
+    import torch
+
+    os.environ["MESHTUNE_CACHE"] = cache
+    torch.set_num_threads(1)  # as in the pool of ranks, whose numbers are compared with these bit for bit
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background of a shell
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -76,6 +76,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"qk_rope_head_dim": 8, "v_head_dim": 12, "head_dim": 8, "num_key_value_heads": 4},
     ),
     "gpt_oss": ("gpt_oss", {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "hrm_text": ("hrm_text", {"num_hidden_layers": 1, "H_cycles": 1, "L_cycles": 2}),
     "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 97, "n_positions": 64}),
     "opt": (
         "opt",
