@@ -59,7 +59,7 @@ def choose_attention(
 def _candidates(source: Source, packing: bool, device: torch.device, compute_dtype: torch.dtype) -> list[str]:
     asked = source.section.attention
     if asked == "sdpa":
-        return [DOCUMENT_ATTENTION if packing else "sdpa"]
+        return [DOCUMENT_ATTENTION, "sdpa"] if packing else ["sdpa"]
     if asked != "auto":
         return [asked]
     flash = ["flash_attention_2"] if packing and _flash_runs(device, compute_dtype) else []
