@@ -129,7 +129,7 @@ def _finite(gradient: Tensor) -> bool:
 
 def seed_ranks(seed: int, step: int, rank: int) -> None:
     """Random numbers of a step follow from seed, step and rank alone, so a resumed run draws what it would have drawn."""
-    torch.manual_seed((seed * 1_000_003 + step) * 65_537 + rank)
+    torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + rank) % 2**63)  # any seed fits
 
 
 @torch.no_grad()
