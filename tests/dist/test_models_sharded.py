@@ -77,7 +77,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "replicas", "names"), [(2, 1, NAMES), (3, 1, FEW), (4, 2, FEW)], ids=["fsdp2-2", "fsdp2-3", "hsdp-2x2"]
+    ("world_size", "replicas", "names"),
+    [(2, 1, NAMES), (3, 1, FEW), (4, 2, FEW)],
+    ids=["fsdp2-2", "fsdp2-3", "hsdp-2x2"],
 )
 def test_sharded_loading_is_bit_equal_to_from_pretrained(
     checkpoints: Path, ranks: Ranks, world_size: int, replicas: int, names: list[str]
@@ -233,7 +235,9 @@ def test_an_export_from_shards_is_bit_identical_to_the_checkpoint(
 ) -> None:
     """By the names of the model and of no wrapper (C75); when rank 0 cannot write, no rank is left waiting (C71)."""
     raised = ranks.run(2, write, str(checkpoints), names, strategy)
-    assert [len(errors) for errors in raised] == [1, 1] and all("No space left on device" in errors[0] for errors in raised)
+    assert [len(errors) for errors in raised] == [1, 1] and all(
+        "No space left on device" in errors[0] for errors in raised
+    )
     for name in names:
         found, wanted = (_tensors(checkpoints / folder) for folder in (f"{strategy}-{name}", name))
         assert found.keys() == wanted.keys()

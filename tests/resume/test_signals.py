@@ -20,7 +20,7 @@ from tests.resume.runs import lines, train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals processes and looks for them in /proc")
 
-STEPS = 300
+STEPS = 200
 
 
 @pytest.fixture(scope="module")
