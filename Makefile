@@ -1,5 +1,6 @@
 # make demo   fine-tune a small real model on real conversations (docs/quickstart.md)
 # make test   lint, types and the whole test suite
+# make docs   write docs/recipe.md anew, from the sections of a recipe
 # make lint   ruff, import contracts and mypy alone
 # make clean  remove the environment, caches and build leftovers; keeps runs/ and downloaded assets
 #
@@ -19,13 +20,16 @@ endif
 RUN := $(BIN)/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test docs lint clean
 
 demo: $(INSTALLED)
 	$(RUN) examples/demo.py
 
 test: lint
 	$(RUN) -m pytest
+
+docs: $(INSTALLED)
+	$(RUN) docs/generate.py
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

@@ -15,9 +15,7 @@ Overlong = Literal["truncate", "drop", "split", "error"]
 
 
 class DataSection(Section):
-    """What the model learns from. `max_seq_length: None` is resolved by the caller, from the model's
-    positions.
-    """
+    """What the model learns from, and how its rows become batches."""
 
     train_path: str | list[str] = Field(
         description="Training data: a .jsonl, .json or .parquet file, a list of them, or a hub id (org/name)."

@@ -33,17 +33,27 @@ class Attention:
 
 
 def choose_attention(
-    source: Source, packing: bool, device: torch.device, compute_dtype: torch.dtype, cache: Path | None = None
+    source: Source,
+    packing: bool,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    cache: Path | None = None,
+    *,
+    longest_row: int = 0,
+    preferred: str | None = None,
 ) -> Attention:
     """What `model.attention` asks for, or for `auto` the first that runs exactly here.
 
+    `longest_row` is the most tokens that a packed micro-batch may have; `preferred` is what `auto` chose when the run began.
     Raises ModelError with the reasons if none does: before any weight is read.
     """
-    trial = Trial(source, packing, device)
+    passes_positions = packing and longest_row > (source.max_positions or longest_row)
+    trial = Trial(source, packing, device, passes_positions)
     reasons = []
-    for candidate in _candidates(source, packing, device, compute_dtype):
+    candidates = _candidates(source, packing, device, compute_dtype)
+    for candidate in sorted(candidates, key=lambda name: name != preferred):
         dtype = compute_dtype if candidate.startswith("flash") else torch.float32
-        record = _record(source, candidate, packing, device, dtype, cache)
+        record = _record(source, candidate, [packing, passes_positions], device, dtype, cache)
         reason = None if record is not None and record.exists() else trial(candidate, dtype)
         if reason is None:
             _keep(record)
@@ -75,7 +85,7 @@ def _describe(implementation: str) -> str:
 
 
 def _record(
-    source: Source, attention: str, packing: bool, device: torch.device, dtype: torch.dtype, cache: Path | None
+    source: Source, attention: str, batch: list[bool], device: torch.device, dtype: torch.dtype, cache: Path | None
 ) -> Path | None:
     """The file whose presence says that this was proved. It is named by all that the proof depends on; code of the hub's is
     proved anew every time."""
@@ -87,7 +97,7 @@ def _record(
         source.model_class.__qualname__,
         source.section.attention,
     ]
-    facts += [attention, packing, device.type, str(dtype), versions, _own_code()]
+    facts += [attention, batch, device.type, str(dtype), versions, _own_code()]
     return cache / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 

@@ -25,7 +25,7 @@ class ModelSection(Section):
         description="`pretrained` loads the checkpoint; `random` initialises from the config alone, "
         "equal for every layout for one seed.",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="`auto`: float32 master weights, exported in the checkpoint's own dtype. A named dtype is what the weights "
         "are held, trained and exported in; below float32 small updates are lost to rounding, and a warning says so.",
@@ -47,5 +47,3 @@ class ModelSection(Section):
             yield "allow_unexpected", "has no effect with `weights: random`, which reads no checkpoint"
         if self.weights == "random" and self.name.endswith(".gguf"):
             yield "name", "a GGUF file carries weights; `weights: random` needs a folder or hub id with a config.json"
-        if self.dtype == "float16":
-            yield "dtype", "float16 overflows in training without loss scaling; use `auto`, `float32` or `bfloat16`"

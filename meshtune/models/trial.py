@@ -19,7 +19,7 @@ from meshtune.errors import ModelError
 from meshtune.models.attention import DOCUMENT_ATTENTION
 from meshtune.models.causal_lm import CausalLM
 from meshtune.models.source import Source
-from meshtune.models.twin import build_twin, one_line, row_of_tokens, twin_config
+from meshtune.models.twin import build_twin, one_line, row_of_tokens, twin_config, with_positions
 
 _LENGTHS = (11, 3, 9)
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
@@ -28,8 +28,9 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 class Trial:
     """Tries implementations for one source, packed or padded. Nothing is built before the first try."""
 
-    def __init__(self, source: Source, packing: bool, device: torch.device):
-        self.source, self.packing, self.device = source, packing, device
+    def __init__(self, source: Source, packing: bool, device: torch.device, passes_positions: bool = False):
+        """`passes_positions`: a packed row may have more tokens than the config has positions, though no document has."""
+        self.source, self.packing, self.device, self.passes_positions = source, packing, device, passes_positions
         self._references: dict[torch.dtype, _Reference] = {}
 
     def __call__(self, implementation: str, dtype: torch.dtype) -> str | None:
@@ -42,9 +43,31 @@ class Trial:
             return "this architecture has no scaled-dot-product attention in transformers"
         try:
             model = self._twin(implementation, dtype)
-            return reference.compare(model.train()) or reference.compare(model.eval())
+            problem = reference.compare(model.train()) or reference.compare(model.eval())
         except Exception as error:
             return _reason(error)
+        return problem or (self._fails_past_positions(implementation, dtype) if self.passes_positions else None)
+
+    def _fails_past_positions(self, implementation: str, dtype: torch.dtype) -> str | None:
+        """Positions restart with each document, but tables and masks may be as long as the config's positions."""
+        config = with_positions(self._config, max(_LENGTHS))
+        try:
+            alone = CausalLM(build_twin(self.source, config, "eager", self.device, dtype)).train()
+            reference = _Reference.of(alone, row_of_tokens(alone.model, sum(_LENGTHS)), True, 10 * _TOLERANCE[dtype])
+        except Exception:
+            return None  # the architecture has no such config to try
+        try:
+            problem = reference.compare(
+                CausalLM(build_twin(self.source, config, implementation, self.device, dtype)).train()
+            )
+        except Exception as error:
+            problem = _reason(error)
+        if problem is None:
+            return None
+        return (
+            f"a packed micro-batch longer than the {self.source.max_positions} positions of the model {problem}; "
+            "write `training.per_device_batch_size: 1`, or a smaller `data.max_seq_length`"
+        )
 
     @property
     def _has_sdpa(self) -> bool:

@@ -66,6 +66,22 @@ def _candidates(source: Source) -> Iterator[Values]:
     yield whole
 
 
+def with_positions(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
+    """The same config for sequences of at most `count` tokens."""
+
+    def limit(values: Values) -> Values:
+        return {
+            name: limit(value)
+            if isinstance(value, dict) and name.endswith("_config")
+            else count
+            if name in ("max_position_embeddings", "n_positions") and type(value) is int
+            else value
+            for name, value in values.items()
+        }
+
+    return type(config).from_dict(limit(config.to_dict()))
+
+
 def _telling(values: Values) -> Values:
     """The same config, set so that what it does shows in a short row: windows that end inside it, soft-caps that cap; and no
     dropout, which would make two runs differ."""

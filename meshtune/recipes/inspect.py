@@ -21,7 +21,14 @@ def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
     resume = find_resume(recipe, Path(recipe.checkpoint.dir or ""))
     plan = planning.plan(continued(recipe, resume), world_size)
     section = plan.recipe.rows
-    attention = choose_attention(plan.source, section.packing, torch.device("cpu"), torch.float32)
+    attention = choose_attention(
+        plan.source,
+        section.packing,
+        torch.device("cpu"),
+        torch.float32,
+        longest_row=plan.longest_row,
+        preferred=None if resume is None else resume.manifest.get("attention"),
+    )
     lines = [
         plan.layout.summary(),
         plan.sizes.summary(),

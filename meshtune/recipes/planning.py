@@ -34,6 +34,12 @@ class Plan:
     max_seq_length: int
 
     @property
+    def longest_row(self) -> int:
+        """The most tokens that a row of a micro-batch may have."""
+        packs = self.sizes.per_device_batch_size if self.recipe.data.packing else 1
+        return packs * self.max_seq_length
+
+    @property
     def pad_token_id(self) -> int:
         """Fills padding, which is known by length and never by this id."""
         return next((i for i in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id) if i is not None), 0)

@@ -81,6 +81,8 @@ class Setup:
                 world.device,
                 compute_dtype(self.precision),
                 cache_folder() / "proofs",
+                longest_row=self.plan.longest_row,
+                preferred=None if self.resume is None else self.resume.manifest.get("attention"),
             )
         )
         self.train_data, self.validation_data = world.each_node_first(lambda: prepare(self.plan))

@@ -100,8 +100,8 @@ class BatchSizes:
     accumulation: int
 
     def summary(self) -> str:
+        ranks = self.global_batch_size // self.per_device_batch_size // self.accumulation
         return (
             f"global batch {self.global_batch_size} = {self.per_device_batch_size} per device "
-            f"x {self.global_batch_size // self.per_device_batch_size // self.accumulation} ranks "
-            f"x {self.accumulation} accumulation"
+            f"x {ranks} rank{'s' * (ranks > 1)} x {self.accumulation} accumulation"
         )

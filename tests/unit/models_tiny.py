@@ -77,6 +77,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": ("gpt_oss", {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "hrm_text": ("hrm_text", {"num_hidden_layers": 1, "H_cycles": 1, "L_cycles": 2}),
+    "gpt_neo": (
+        "gpt_neo",
+        {
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 4,
+        }
+        | {"vocab_size": 97, "max_position_embeddings": 64},
+    ),
     "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 97, "n_positions": 64}),
     "opt": (
         "opt",

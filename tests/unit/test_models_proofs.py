@@ -48,6 +48,23 @@ def test_auto_takes_the_first_implementation_that_is_exact(name: str, padded: st
     assert _choose(name, True) == packed
 
 
+def test_a_packed_row_longer_than_the_models_tables_is_tried() -> None:
+    """Documents fit the model's positions, but the row that they share does not: GPT-Neo's mask is a table of fixed size."""
+    source = tiny_source("gpt_neo", max_position_embeddings=40)
+    assert choose_attention(source, True, CPU, FP32, longest_row=40).implementation == "eager"
+    with pytest.raises(ModelError) as refusal:
+        choose_attention(source, True, CPU, FP32, longest_row=80)
+    assert "longer than the 40 positions" in str(refusal.value) and "per_device_batch_size: 1" in str(refusal.value)
+    learnt = tiny_source("gpt2", n_positions=40)
+    assert choose_attention(learnt, True, CPU, FP32, longest_row=80).implementation == DOCUMENT_ATTENTION
+
+
+def test_a_resumed_run_keeps_what_auto_chose_where_it_runs() -> None:
+    source = tiny_source("llama")
+    assert choose_attention(source, False, CPU, FP32, preferred="eager").implementation == "eager"
+    assert choose_attention(source, False, CPU, FP32, preferred="flash_attention_2").implementation == "sdpa"
+
+
 def test_what_is_asked_for_runs_or_is_refused_with_its_reason() -> None:
     assert _choose("llama", True, "eager") == _choose("llama", False, "eager") == "eager"
     assert _choose("llama", True, "sdpa") == DOCUMENT_ATTENTION and _choose("llama", False, "sdpa") == "sdpa"
