@@ -9,12 +9,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from meshtune.errors import LayoutError
-from meshtune.layout.axes import AXES, VIEWS
+from meshtune.layout.axes import AXES, EXPERT_AXES, VIEWS
 from meshtune.layout.section import DistributedSection
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from meshtune.layout.peers import Peers
+
+_AVAILABLE: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class Layout:
     degrees: dict[str, int]
     strategy: str = "fsdp2"
     device_type: str = "cpu"
+    ep: int = 1
+    sequence_parallel: bool = False
     _mesh: list[DeviceMesh] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
@@ -44,7 +50,15 @@ class Layout:
                 f"{_nearest_multiples(world_size, product)}, or lower a size"
             )
         degrees = {axis: fixed.get(axis, world_size // product) for axis in AXES}
-        return cls(degrees=degrees, strategy=section.strategy, device_type=device_type)
+        layout = cls(degrees, section.strategy, device_type, section.ep_size, section.sequence_parallel)
+        room = layout.size("fsdp") * layout.size("tp")
+        if room % section.ep_size:
+            raise LayoutError(
+                f"distributed.ep_size: {section.ep_size} must divide dp_shard {degrees['dp_shard']} x cp {degrees['cp']} x "
+                f"tp {degrees['tp']} = {room}, the ranks among which experts are shared out; write a divisor of {room}, or "
+                "change the ranks"
+            )
+        return layout
 
     @property
     def world_size(self) -> int:
@@ -55,6 +69,9 @@ class Layout:
 
         Data parallelism fits every model; the axes that split a model add their rules here.
         """
+        for axis in ("tp", "cp", "pp", "ep"):
+            if self.size(axis) > 1 and axis not in _AVAILABLE:
+                yield f"distributed.{axis}_size: {self.size(axis)} is not supported yet; write {axis}_size: 1"
         if model_facts.get("router_aux_loss"):
             yield (
                 "model.name: the model's config sets output_router_logits, whose auxiliary loss is not computed by this version; "
@@ -68,6 +85,9 @@ class Layout:
         if not self._mesh:
             shape = tuple(self.degrees[axis] for axis in AXES)
             self._mesh.append(init_device_mesh(self.device_type, shape, mesh_dim_names=AXES))
+            if self.ep > 1:
+                shape = tuple(self.size(axis) for axis in EXPERT_AXES)
+                self._mesh.append(init_device_mesh(self.device_type, shape, mesh_dim_names=EXPERT_AXES))
         return self
 
     @property
@@ -77,17 +97,44 @@ class Layout:
             raise RuntimeError("this layout is not connected to any ranks: call connect() first")
         return self._mesh[0]
 
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """The same ranks as 4 dimensions, one per axis of `EXPERT_AXES`; there only if `ep` is more than 1."""
+        _ = self.mesh
+        return self._mesh[1]
+
     def size(self, name: str) -> int:
         """Number of ranks along an axis or a view."""
+        if name == "ep":
+            return self.ep
+        if name == "efsdp":
+            return self.size("fsdp") * self.size("tp") // self.ep
         return math.prod(self.degrees[axis] for axis in self._axes(name))
 
     def rank(self, name: str) -> int:
         """This rank's coordinate along an axis or a view, in `range(size(name))`."""
-        return self.mesh[name].get_local_rank() if name in AXES else self._views[name].get_local_rank()
+        return self._mesh_of(name).get_local_rank()
 
     def group(self, name: str) -> ProcessGroup:
         """The ranks that differ from this one only along an axis or a view."""
-        return self.mesh[name].get_group() if name in AXES else self._views[name].get_group()
+        return self._mesh_of(name).get_group()
+
+    def peers(self, name: str) -> Peers:
+        """The same ranks, as what differentiable collectives run over."""
+        from meshtune.layout.peers import RankPeers
+
+        if name not in self._peers:
+            self._peers[name] = RankPeers(self.group(name))
+        return self._peers[name]
+
+    @cached_property
+    def _peers(self) -> dict[str, Peers]:
+        return {}
+
+    def _mesh_of(self, name: str) -> DeviceMesh:
+        if name in ("ep", "efsdp"):
+            return self.expert_mesh[name]
+        return self.mesh[name] if name in AXES else self._views[name]
 
     @cached_property
     def _views(self) -> dict[str, DeviceMesh]:
@@ -107,18 +154,27 @@ class Layout:
         _ = self._views
         return self.mesh[("dp_replicate", "fsdp")] if self.size("cp") > 1 else self.mesh[("dp_replicate", "dp_shard")]
 
+    @property
+    def expert_data_parallel_mesh(self) -> DeviceMesh:
+        """The mesh for `fully_shard` of experts: 2-D `(dp_replicate, efsdp)`, or 1-D `efsdp`."""
+        replicated = self.size("dp_replicate") > 1
+        return self.expert_mesh[("dp_replicate", "efsdp")] if replicated else self.expert_mesh["efsdp"]
+
     def describe(self) -> dict[str, Any]:
         """Strategy, world size, degrees and derived views, as stored in the run folder."""
         return {
             "strategy": self.strategy,
             "world_size": self.world_size,
-            "axes": dict(self.degrees),
-            "views": {name: self.size(name) for name in VIEWS if name != "world"},
+            "axes": {**self.degrees, "ep": self.ep},
+            "views": {name: self.size(name) for name in (*VIEWS, "efsdp") if name != "world"},
+            "sequence_parallel": self.sequence_parallel,
         }
 
     def summary(self) -> str:
         """One line for people: `fsdp2 on 4 ranks: dp_replicate 2 x dp_shard 2`."""
-        used = " x ".join(f"{axis} {size}" for axis, size in self.degrees.items() if size > 1) or "one rank"
+        sizes = [(axis, size) for axis, size in self.degrees.items() if size > 1]
+        used = " x ".join(f"{axis} {size}" for axis, size in sizes) or "one rank"
+        used += f", experts over ep {self.ep}" * (self.ep > 1) + ", sequence parallel" * self.sequence_parallel
         return f"{self.strategy} on {self.world_size} rank{'s' * (self.world_size > 1)}: {used}"
 
     def _axes(self, name: str) -> tuple[str, ...]:
