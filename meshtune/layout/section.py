@@ -40,7 +40,7 @@ class DistributedSection(Section):
     cp_size: int = Field(1, ge=1, description="Context parallelism: ranks among which each sequence is cut.")
     cp_method: ContextMethod | None = Field(
         None,
-        description="How attention sees the whole sequence: `allgather` gathers keys and values (the default), `ring` passes them "
+        description="How attention sees the whole sequence: `allgather` gathers keys and values (default), `ring` passes them "
         "around, `ulysses` exchanges sequence for heads.",
     )
     pp_size: int = Field(1, ge=1, description="Pipeline parallelism: stages into which the layers are cut.")
@@ -80,6 +80,6 @@ class DistributedSection(Section):
         if self.strategy == "ddp" and self.ep_size > 1:
             yield (
                 "ep_size",
-                f"{self.ep_size} needs `strategy: fsdp2`: with `ddp` every rank holds every expert; replicas of expert groups are "
+                f"{self.ep_size} needs `strategy: fsdp2`: with `ddp` every rank holds every expert; copies of expert groups are "
                 "`dp_replicate_size`",
             )
