@@ -1,0 +1,38 @@
+"""Experts as a layout sees them: modules declare where they are, `parallel` shares them out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from meshtune.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A module that holds experts side by side and is told which of them each token goes to.
+
+    `parameters` and `counters` are names on the module itself: parameters whose dimension 0 counts experts, and integer
+    attributes that say how many there are.
+    """
+
+    path: str
+    count: int
+    parameters: tuple[str, ...]
+    counters: tuple[str, ...]
+
+    def share(self, ep: int) -> int:
+        """Experts on each of `ep` ranks: rank r has those from `r * share` on. Raises LayoutError if they do not divide."""
+        for problem in problems([self], ep):
+            raise LayoutError(problem)
+        return self.count // ep
+
+
+def problems(found: Sequence[Experts], ep: int) -> Iterable[str]:
+    """What keeps `ep` ranks from sharing out these experts: one line for each number of experts."""
+    for count in sorted({experts.count for experts in found if experts.count % ep}):
+        path = next(experts.path for experts in found if experts.count == count)
+        divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        yield (
+            f"distributed.ep_size: {count} experts ({path}) cannot be shared out evenly among {ep} ranks; write one of {divisors}"
+        )
