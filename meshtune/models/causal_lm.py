@@ -19,11 +19,19 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils import ModelOutput
 
 from meshtune.errors import ModelError
+from meshtune.layout.span import Span
 from meshtune.models.attention import documents, documents_open
 
 
 class _Captured(Exception):
     """Carries the head's input out of the model's forward."""
+
+    def __init__(self, hidden_states: Tensor):
+        self.hidden_states = hidden_states
+
+
+class _Left(Exception):
+    """Carries the output of a span's last block out of the objective."""
 
     def __init__(self, hidden_states: Tensor):
         self.hidden_states = hidden_states
@@ -58,6 +66,26 @@ class _GivenInputHead(_StandIn):
         return self.__dict__["_original"](self.__dict__["_hidden_states"])
 
 
+class _Entered(_StandIn):
+    """Runs a block on a given input, whatever hidden states it is called with."""
+
+    def __init__(self, original: nn.Module, received: Tensor):
+        super().__init__(original)
+        self.__dict__["_received"] = received
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        original, received = self.__dict__["_original"], self.__dict__["_received"]
+        return original(received, *args[1:], **kwargs) if args else original(**{**kwargs, "hidden_states": received})
+
+
+class _LeftBehind(_StandIn):
+    """Ends the forward with a block's output."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.__dict__["_original"](*args, **kwargs)
+        raise _Left(output if isinstance(output, Tensor) else output[0])
+
+
 class _GivenTrunk(_StandIn):
     """Returns a given output at once, also when the forward calls a part of the trunk."""
 
@@ -90,9 +118,33 @@ class CausalLM(nn.Module):
         self._head_path = path
         self._trunk_path = _trunk_path(model, path)
         self._trunk_width = getattr(model.config.get_text_config(decoder=True), "hidden_size", None)
+        self._replaced: dict[str, nn.Module] = {}
 
-    def forward(self, objective: Callable[[CausalLM, Any], Any], batch: Any) -> Any:
-        return objective(self, batch)
+    def forward(
+        self,
+        objective: Callable[[CausalLM, Any], Any],
+        batch: Any,
+        span: Span | None = None,
+        received: Tensor | None = None,
+    ) -> Any:
+        """What `objective` returns; of a span that ends at a block, that block's output. `received` is a later span's input."""
+        self._replaced = {} if span is None else self._span_modules(span, received)
+        try:
+            return objective(self, batch)
+        except _Left as left:
+            return left.hidden_states
+        finally:
+            self._replaced = {}
+
+    def _span_modules(self, span: Span, received: Tensor | None) -> dict[str, nn.Module]:
+        modules = dict(span.replaced)
+        if span.enter is not None:
+            assert received is not None
+            modules[span.enter] = _Entered(self.model.get_submodule(span.enter), received)
+        if span.leave is not None:
+            last = modules[span.leave] if span.leave in modules else self.model.get_submodule(span.leave)
+            modules[span.leave] = _LeftBehind(last)
+        return modules
 
     def documents(self, batch: Any) -> AbstractContextManager[None]:
         """Open around forward and backward of a packed batch; does nothing for a padded one."""
@@ -106,7 +158,7 @@ class CausalLM(nn.Module):
         some models have no other (learnt positions that begin at an offset).
         """
         head = self.model.get_submodule(self._head_path)
-        view = _with_modules(self.model, {self._head_path: _CapturingHead(head)})
+        view = _with_modules(self.model, {**self._replaced, self._head_path: _CapturingHead(head)})
         given = {"position_ids": position_ids} if documents_open() else {}
         if attention_mask is not None:
             given["attention_mask"] = attention_mask.long()
