@@ -20,7 +20,7 @@ from transformers.utils import ModelOutput
 
 from meshtune.errors import ModelError
 from meshtune.layout.span import Span
-from meshtune.models.attention import documents, documents_open
+from meshtune.models.documents import ContextParallel, documents, positions_restart
 
 
 class _Captured(Exception):
@@ -105,12 +105,14 @@ class CausalLM(nn.Module):
     """Runs an objective on a transformers causal LM, whose parameters stay where and as they are.
 
     It is the root that data parallelism wraps, so everything that an objective does with the head happens inside its
-    forward. `model` is the untouched transformers model; its names are the names of every checkpoint.
+    forward. `model` is the untouched transformers model; its names are the names of every checkpoint. With `context`, batches
+    are this rank's part of the tokens.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, context: ContextParallel | None = None):
         super().__init__()
         self.model = model
+        self.context = context
         head = model.get_output_embeddings()
         path = next((name for name, module in model.named_modules() if module is head), None)
         if head is None or path is None:
@@ -147,19 +149,19 @@ class CausalLM(nn.Module):
         return modules
 
     def documents(self, batch: Any) -> AbstractContextManager[None]:
-        """Open around forward and backward of a packed batch; does nothing for a padded one."""
+        """Open around the forward of a batch, so that attention knows where its documents end and which ranks hold the rest."""
         lengths = batch.document_lengths
-        return documents(None if lengths is None else [int(n) for n in lengths])
+        return documents(None if lengths is None else [int(n) for n in lengths], self.context)
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         """The head's input at every position: [B, T] token ids and positions to [B, T, hidden].
 
-        Positions go to the model only while `documents` restart them. For any other row the model's own are right, and
-        some models have no other (learnt positions that begin at an offset).
+        Positions go to the model only where they restart, with documents or with a chunk of a sequence. For any other row the
+        model's own are right, and some models have no other (learnt positions that begin at an offset).
         """
         head = self.model.get_submodule(self._head_path)
         view = _with_modules(self.model, {**self._replaced, self._head_path: _CapturingHead(head)})
-        given = {"position_ids": position_ids} if documents_open() else {}
+        given = {"position_ids": position_ids} if positions_restart() else {}
         if attention_mask is not None:
             given["attention_mask"] = attention_mask.long()
         try:

@@ -2,7 +2,7 @@
 
 What is proved, and cannot be read from any config: no position sees a later one; the head, run on chosen positions, gives
 the model's own logits; a batch as the loader makes it (padded, or packed) gives every document the hidden states and the
-gradient that it has alone. A list of model names would be wrong next week.
+gradient that it has alone, also when it is cut over context-parallel ranks. A list of model names would be wrong next week.
 """
 
 from __future__ import annotations
@@ -41,12 +41,16 @@ def choose_attention(
     *,
     longest_row: int = 0,
     preferred: str | None = None,
+    context: tuple[int, str] | None = None,
 ) -> Attention:
     """What `model.attention` asks for, or for `auto` the first that runs exactly here.
 
-    `longest_row` is the most tokens that a packed micro-batch may have; `preferred` is what `auto` chose when the run began.
+    `longest_row` is the most tokens that a packed micro-batch may have; `preferred` is what `auto` chose when the run began;
+    `context` is the number of ranks over which sequences are cut, if more than one, and the method of attention over them.
     Raises ModelError with the reasons if none does: before any weight is read.
     """
+    if context is not None and context[0] > 1:
+        return _attention_over_ranks(source, packing, device, cache, longest_row, context)
     passes_positions = packing and longest_row > (source.max_positions or longest_row)
     trial = Trial(source, packing, device, passes_positions)
     reasons = []
@@ -64,6 +68,39 @@ def choose_attention(
         f"model.attention: {source.section.attention} cannot run {source.model_class.__name__}"
         f"{' packed' if packing else ''}; {wanted}\n  " + "\n  ".join(reasons)
     )
+
+
+def _attention_over_ranks(
+    source: Source, packing: bool, device: torch.device, cache: Path | None, longest_row: int, context: tuple[int, str]
+) -> Attention:
+    size, method = context
+    name = source.model_class.__name__
+    if problem := _cannot_be_cut(source, longest_row, size, method):
+        raise ModelError(f"distributed.cp_size: {size} cannot run {name}: {problem}")
+    passes_positions = packing and longest_row > (source.max_positions or longest_row)
+    facts = [packing, passes_positions, method]
+    record = _record(source, DOCUMENT_ATTENTION, facts, device, torch.float32, cache)
+    if record is None or not record.exists():
+        trial = Trial(source, packing, device, passes_positions)
+        reason = trial(DOCUMENT_ATTENTION, torch.float32) or trial.cut(method)
+        if reason is not None:
+            raise ModelError(
+                f"distributed.cp_size: {size} cannot run {name}, whose tokens must meet in causal attention and nowhere else; "
+                f"write `cp_size: 1`\n  {_describe(DOCUMENT_ATTENTION)}: {reason}"
+            )
+    _keep(record)
+    return Attention(DOCUMENT_ATTENTION, f"{_describe(DOCUMENT_ATTENTION)}, over {size} ranks by {method}")
+
+
+def _cannot_be_cut(source: Source, longest_row: int, size: int, method: str) -> str | None:
+    """What the twin would not show, because the recipe's own sizes matter."""
+    if source.section.attention not in ("auto", "sdpa"):
+        return f"attention over ranks is ours; write `model.attention: auto`, not {source.section.attention}"
+    config = source.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads", None)
+    if method == "ulysses" and isinstance(heads, int) and heads % size:
+        return f"its {heads} attention heads cannot be shared out over {size} ranks; write `cp_method: allgather` or `ring`"
+    return None
 
 
 def _candidates(source: Source, packing: bool, device: torch.device, compute_dtype: torch.dtype) -> list[str]:
@@ -85,7 +122,7 @@ def _describe(implementation: str) -> str:
 
 
 def _record(
-    source: Source, attention: str, batch: list[bool], device: torch.device, dtype: torch.dtype, cache: Path | None
+    source: Source, attention: str, batch: list[Any], device: torch.device, dtype: torch.dtype, cache: Path | None
 ) -> Path | None:
     """The file whose presence says that this was proved. It is named by all that the proof depends on; code of the hub's is
     proved anew every time."""
@@ -102,9 +139,9 @@ def _record(
 
 
 def _own_code() -> str:
-    """Hash of this room and of the batch: a proof by other code proves nothing."""
-    room = Path(__file__).parent
-    files = sorted(room.glob("*.py")) + sorted((room.parent / "data").glob("*.py"))
+    """Hash of this room, of the batch and of the ranks: a proof by other code proves nothing."""
+    package = Path(__file__).parent.parent
+    files = [file for room in ("models", "data", "layout") for file in sorted((package / room).glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -15,10 +15,11 @@ from transformers import PreTrainedConfig
 
 from meshtune.data.batch import Batch
 from meshtune.data.collate import collate_packed, collate_padded
-from meshtune.errors import ModelError
+from meshtune.errors import LayoutError, ModelError
 from meshtune.models.attention import DOCUMENT_ATTENTION
 from meshtune.models.causal_lm import CausalLM
 from meshtune.models.source import Source
+from meshtune.models.trial_over_ranks import compare_cut
 from meshtune.models.twin import build_twin, one_line, row_of_tokens, twin_config, with_positions
 
 _LENGTHS = (11, 3, 9)
@@ -31,7 +32,7 @@ class Trial:
     def __init__(self, source: Source, packing: bool, device: torch.device, passes_positions: bool = False):
         """`passes_positions`: a packed row may have more tokens than the config has positions, though no document has."""
         self.source, self.packing, self.device, self.passes_positions = source, packing, device, passes_positions
-        self._references: dict[torch.dtype, _Reference] = {}
+        self._references: dict[torch.dtype, Reference] = {}
 
     def __call__(self, implementation: str, dtype: torch.dtype) -> str | None:
         """None if the implementation runs this architecture exactly, else why not, in one line.
@@ -48,12 +49,31 @@ class Trial:
             return _reason(error)
         return problem or (self._fails_past_positions(implementation, dtype) if self.passes_positions else None)
 
+    def cut(self, method: str) -> str | None:
+        """None if sequences cut over ranks, which attend by `method`, give this architecture what whole ones do, else why not.
+
+        Ranks are tried on the CPU. A twin may have fewer heads than `ulysses` can share out; what an architecture does beside
+        attention shows by any method.
+        """
+        if self.device.type != "cpu":
+            return Trial(self.source, self.packing, torch.device("cpu")).cut(method)
+        try:
+            reference, twin = self._reference(torch.float32), self._twin(DOCUMENT_ATTENTION, torch.float32).model
+            try:
+                return compare_cut(twin, reference, method)
+            except LayoutError:
+                return compare_cut(twin, reference, "allgather")
+        except ModelError:
+            raise
+        except Exception as error:
+            return _reason(error)
+
     def _fails_past_positions(self, implementation: str, dtype: torch.dtype) -> str | None:
         """Positions restart with each document, but tables and masks may be as long as the config's positions."""
         config = with_positions(self._config, max(_LENGTHS))
         try:
             alone = CausalLM(build_twin(self.source, config, "eager", self.device, dtype)).train()
-            reference = _Reference.of(alone, row_of_tokens(alone.model, sum(_LENGTHS)), True, 10 * _TOLERANCE[dtype])
+            reference = Reference.of(alone, row_of_tokens(alone.model, sum(_LENGTHS)), True, 10 * _TOLERANCE[dtype])
         except Exception:
             return None  # the architecture has no such config to try
         try:
@@ -80,7 +100,7 @@ class Trial:
     def _twin(self, implementation: str, dtype: torch.dtype) -> CausalLM:
         return CausalLM(build_twin(self.source, self._config, implementation, self.device, dtype))
 
-    def _reference(self, dtype: torch.dtype) -> _Reference:
+    def _reference(self, dtype: torch.dtype) -> Reference:
         if dtype not in self._references:
             config = self._config
             try:
@@ -89,7 +109,7 @@ class Trial:
                 tolerance = max(_TOLERANCE[dtype], 10 * _rounding(model, row))
                 problem = _sees_later_positions(model, row, tolerance) or _head_is_not_apart(model, row, tolerance)
                 if problem is None:
-                    self._references[dtype] = _Reference.of(model, row, self.packing, tolerance)
+                    self._references[dtype] = Reference.of(model, row, self.packing, tolerance)
             except Exception as error:
                 problem = f"its twin does not run ({one_line(error)})"
             if problem is not None:
@@ -98,7 +118,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class _Reference:
+class Reference:
     """A batch, and what each of its documents is alone: hidden states [N, hidden], gradient of the input embedding."""
 
     batch: Batch
@@ -108,7 +128,7 @@ class _Reference:
     tolerance: float
 
     @classmethod
-    def of(cls, model: CausalLM, row: Tensor, packing: bool, tolerance: float) -> _Reference:
+    def of(cls, model: CausalLM, row: Tensor, packing: bool, tolerance: float) -> Reference:
         parts = row.split(_LENGTHS)
         documents = [(part.numpy(), np.ones(len(part), dtype=bool)) for part in parts]
         batch = collate_packed(documents) if packing else collate_padded(documents, pad_token_id=int(row[0]))
@@ -123,11 +143,14 @@ class _Reference:
             found = model.hidden_states(batch.input_ids, batch.position_ids, batch.attention_mask)
             found = found[0] if batch.attention_mask is None else found[batch.attention_mask]
             gradient = _gradient(model, found, self.probe) if model.training else None
-        what = "packed" if batch.packed else "padded"
+        return self.problem(found, gradient, f"a {'packed' if batch.packed else 'padded'} batch")
+
+    def problem(self, found: Tensor, gradient: Tensor | None, cause: str) -> str | None:
+        """None if hidden states [N, hidden] and, where there is one, the gradient are those of the documents alone."""
         if (error := _difference(found, self.hidden_states)) > self.tolerance:
-            return f"a {what} batch changes a document's hidden states by {error:.1e} of what they are alone"
+            return f"{cause} changes a document's hidden states by {error:.1e} of what they are alone"
         if gradient is not None and (error := _difference(gradient, self.gradient)) > 10 * self.tolerance:
-            return f"a {what} batch changes the gradient by {error:.1e} of what its documents give alone"
+            return f"{cause} changes the gradient by {error:.1e} of what its documents give alone"
         return None
 
 

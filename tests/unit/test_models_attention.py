@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshtune.models import attention
-from meshtune.models.attention import DOCUMENT_ATTENTION, document_attention, documents
+from meshtune.models import scores
+from meshtune.models.attention import DOCUMENT_ATTENTION, document_attention
 from meshtune.models.causal_lm import CausalLM
+from meshtune.models.documents import documents
 from tests.unit.models_tiny import tiny_model
 
 LENGTHS = [11, 1, 9, 2]
@@ -58,7 +59,7 @@ def _by_formula(q: Tensor, k: Tensor, v: Tensor, settings: dict[str, Any]) -> Te
 def test_documents_get_what_the_formula_gives_each_alone(
     name: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_BLOCK", block)
+    monkeypatch.setattr(scores, "BLOCK", block)
     packed, alone = _inputs(), _inputs()
     weights = torch.randn(1, sum(LENGTHS), 4, 8)
     with documents(LENGTHS):
@@ -85,13 +86,13 @@ def test_bfloat16_is_within_its_rounding(name: str) -> None:
 
 def test_a_window_is_computed_in_blocks_and_never_as_one_square(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    real = attention.F.scaled_dot_product_attention
+    real = scores.F.scaled_dot_product_attention
 
     def watched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Any, **settings: Any) -> Tensor:
         sizes.append(mask.numel())
         return real(q, k, v, mask, *rest, **settings)
 
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(scores.F, "scaled_dot_product_attention", watched)
     q = torch.randn(1, 1, 4096, 4)
     document_attention(_Layer(), q, q, q, None, sliding_window=256)
     assert sum(sizes) <= 4096 * 512 and max(sizes) <= 256 * 512

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -140,20 +141,9 @@ def test_a_leak_between_documents_is_found_out(implementation: str, monkeypatch:
     """C29, C30: one document's borders forgotten, by transformers' own packed mask or by ours."""
     tried = Trial(tiny_source("llama"), True, CPU)
     assert tried(implementation, FP32) is None
-    monkeypatch.setattr(attention, "_current_lengths", _Forgetful())
-    monkeypatch.setattr(causal_lm, "documents_open", lambda: False)
+    monkeypatch.setattr(causal_lm, "documents", lambda *_: nullcontext())
     reason = tried(implementation, FP32)
     assert reason is not None and "a packed batch changes a document's hidden states" in reason
-
-
-class _Forgetful(list):
-    """A stack of document lengths on which nothing is ever found."""
-
-    def __getitem__(self, _: Any) -> None:
-        return None
-
-    def pop(self, *_: Any) -> None:
-        return None
 
 
 def test_a_wrong_gradient_alone_is_found_out() -> None:
@@ -209,3 +199,38 @@ def test_a_proof_is_kept_and_a_refusal_is_tried_again(tmp_path: Path, monkeypatc
     monkeypatch.setattr(proofs, "_own_code", lambda: "other code")
     choose_attention(tiny_source("llama"), True, CPU, FP32, tmp_path / "proofs")
     assert tries[5:] == [DOCUMENT_ATTENTION]
+
+
+def _over_ranks(name: str, packing: bool, attention: str = "auto", method: str = "allgather", size: int = 2) -> str:
+    source = tiny_source(name, attention)
+    return choose_attention(source, packing, CPU, FP32, context=(size, method)).description
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("name", ["llama-odd", "qwen2-window", "gemma2", "gpt_oss", "deepseek_v3", "gpt2"])
+def test_a_sequence_is_cut_where_only_attention_mixes_its_tokens(name: str, packing: bool) -> None:
+    assert _over_ranks(name, packing) == "sdpa, one call per document, over 2 ranks by allgather"
+
+
+@pytest.mark.parametrize(
+    ("name", "packing", "cause"),
+    [
+        ("mamba", False, "cutting the sequence over ranks"),
+        ("mamba", True, "a packed batch"),
+        ("bloom", False, "a padded batch"),
+    ],
+)
+def test_another_token_mixer_is_refused_with_what_would_work(name: str, packing: bool, cause: str) -> None:
+    with pytest.raises(ModelError) as refusal:
+        _over_ranks(name, packing)
+    assert "distributed.cp_size: 2 cannot run" in str(refusal.value) and "write `cp_size: 1`" in str(refusal.value)
+    assert f"{cause} changes a document's hidden states" in str(refusal.value)
+
+
+def test_what_cannot_be_cut_by_its_sizes_is_refused_before_any_twin() -> None:
+    with pytest.raises(ModelError, match=r"write `model\.attention: auto`, not eager"):
+        _over_ranks("llama", False, "eager")
+    with pytest.raises(
+        ModelError, match="4 attention heads cannot be shared out over 3 ranks; write `cp_method: allgather`"
+    ):
+        _over_ranks("llama", False, method="ulysses", size=3)
