@@ -12,6 +12,7 @@ from meshtune.cli.init import init
 from meshtune.cli.outcome import leave
 from meshtune.cli.schema import schema
 from meshtune.cli.train import train
+from meshtune.cli.verify import verify
 
 app = typer.Typer(
     name="meshtune",
@@ -20,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, check, export, init, schema):
+for command in (train, check, verify, export, init, schema):
     app.command()(command)
 
 

@@ -7,7 +7,7 @@ large one, the smallest cut that transformers can build and run is taken.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ContextManagers
 
 from meshtune.errors import ModelError
-from meshtune.models.shrink import Cut, Values, divisors, shrink
+from meshtune.models.shrink import Cut, Degrees, Values, divisors, fine_cuts, shrink
 from meshtune.models.source import Source
 
 _SMALL_ENOUGH = 20_000_000
+_MINIATURE = 300_000
 _LARGEST = 150_000_000
 _CUTS = (Cut(), Cut(layers=False), Cut(experts=False), Cut(layers=False, experts=False), Cut(vocabulary=False))
 
@@ -34,16 +35,40 @@ _SHORT_CHUNK = 8
 
 def twin_config(source: Source) -> PreTrainedConfig:
     """The config of the smallest twin that runs. Raises ModelError with the reason if none does."""
+    return _first_that_runs(source, _candidates, (_SMALL_ENOUGH, _LARGEST))
+
+
+def miniature_config(source: Source, degrees: Degrees) -> PreTrainedConfig:
+    """The config of a twin that trains in moments, made as small as `degrees` allow, head sizes too.
+
+    Raises ModelError with the reason if none runs.
+    """
+
+    def candidates(source: Source) -> Iterator[Values]:
+        whole = source.config.to_dict()
+        if parameter_count(source, source.config) <= _MINIATURE:
+            yield whole
+            return
+        for cut in fine_cuts(whole, degrees):
+            yield shrink(whole, cut)
+        yield from _candidates(source)
+
+    return _first_that_runs(source, candidates, (_SMALL_ENOUGH, _LARGEST))
+
+
+def _first_that_runs(
+    source: Source, candidates: Callable[[Source], Iterator[Values]], limits: tuple[int, ...]
+) -> PreTrainedConfig:
     try:
-        candidates = list(_candidates(source))
+        found = list(candidates(source))
     except Exception as error:
         name = source.model_class.__name__
         raise ModelError(
             f"model.name: transformers cannot build {name} from this config ({one_line(error)})"
         ) from error
     reason = f"it has more than {_LARGEST:,} parameters however it is cut"
-    for limit in (_SMALL_ENOUGH, _LARGEST):
-        for values in candidates:
+    for limit in limits:
+        for values in found:
             try:
                 config = type(source.config).from_dict(_telling(values))
                 if parameter_count(source, config) > limit:

@@ -62,8 +62,15 @@ def run(
 class Setup:
     """Everything between a recipe and its loop, in the order in which it is built."""
 
-    def __init__(self, recipe: Recipe, world: World, held: ExitStack):
-        """`held` keeps the lock on the run folder."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        world: World,
+        held: ExitStack,
+        rows: Callable[[Plan], tuple[TokenDataset, TokenDataset | None]] | None = None,
+    ):
+        """`held` keeps the lock on the run folder. `rows` gives training and validation rows that are tokens already, in
+        place of those that the recipe names."""
         from meshtune.models import proofs
 
         self.world, self.held = world, held
@@ -85,7 +92,7 @@ class Setup:
                 preferred=None if self.resume is None else self.resume.manifest.get("attention"),
             )
         )
-        self.train_data, self.validation_data = world.each_node_first(lambda: prepare(self.plan))
+        self.train_data, self.validation_data = world.each_node_first(lambda: (rows or prepare)(self.plan))
         self.course = world.all_together(lambda: planning.course(self.plan, self.train_data))
         self.resume, changes = world.from_first(self._open_folder)
         if world.is_first:

@@ -1,0 +1,183 @@
+"""Rank processes on this machine that are started once and run one job after another.
+
+They are forked from a server that has imported torch and transformers once, where the platform has one; elsewhere each of them
+imports anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+# How long the other ranks may take to notice that one has failed, before their processes are replaced.
+_GRACE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank's call returned, or the exception that ended it."""
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    at: float = 0.0
+
+
+class RankLostError(Exception):
+    """A rank gave no answer: its process died, or hung and was ended."""
+
+
+class Pool:
+    """Use as a context manager; processes start when they are first needed."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[Any, Connection] | None] = []
+        self._jobs = 0
+        methods = multiprocessing.get_all_start_methods()
+        self._context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+        if "forkserver" in methods:
+            self._context.set_forkserver_preload(["meshtune.verify.preload"])
+
+    def __enter__(self) -> Pool:
+        self._folder = tempfile.TemporaryDirectory(prefix="meshtune-verify-", ignore_cleanup_errors=True)
+        self.folder = Path(self._folder.name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in range(len(self._workers)):
+            self._stop(rank)
+        self._folder.cleanup()
+
+    def run(self, ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Answer]:
+        """`function(*arguments)` on each of `ranks` gloo ranks; `function` is a module's own, and all of it is picklable.
+
+        Ranks that have not answered after `timeout` seconds, or shortly after another has failed, are replaced.
+        """
+        self._jobs += 1
+        store = str(self.folder / f"store-{self._jobs}")
+        for rank in range(ranks):
+            self._connection(rank).send((function, arguments, rank, ranks, store, timeout))
+        answers: dict[int, Answer] = {}
+        pending = {self._connection(rank): rank for rank in range(ranks)}
+        deadline = time.monotonic() + timeout
+        while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
+            for connection in ready:
+                rank = pending.pop(connection)  # type: ignore[call-overload]
+                answers[rank] = self._receive(rank)
+                if answers[rank].error is not None:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        for rank in pending.values():
+            self._stop(rank)
+            answers[rank] = Answer(error=RankLostError(f"rank {rank} did not answer in time"), at=time.monotonic())
+        return [answers[rank] for rank in range(ranks)]
+
+    def one(self, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0) -> Any:
+        """`function(*arguments)` on one rank alone; its result, or its exception raised here."""
+        (answer,) = self.run(1, function, *arguments, timeout=timeout)
+        if answer.error is not None:
+            raise answer.error
+        return answer.value
+
+    def start(self, ranks: int) -> None:
+        """Start so many processes now, so that they are ready when they are needed."""
+        for rank in range(ranks):
+            self._connection(rank)
+
+    def _connection(self, rank: int) -> Connection:
+        self._workers += [None] * (rank + 1 - len(self._workers))
+        worker = self._workers[rank]
+        if worker is None or not worker[0].is_alive():
+            self._stop(rank)
+            here, there = self._context.Pipe()
+            log = str(self.folder / f"rank-{rank}.log")
+            process: Any = self._context.Process(target=_serve, args=(there, log), daemon=True)  # type: ignore[attr-defined]
+            process.start()
+            there.close()
+            self._workers[rank] = worker = (process, here)
+        return worker[1]
+
+    def _stop(self, rank: int) -> None:
+        worker, self._workers[rank] = self._workers[rank], None
+        if worker is not None:
+            worker[0].kill()
+            worker[0].join()
+            worker[1].close()
+
+    def _receive(self, rank: int) -> Answer:
+        try:
+            return self._connection(rank).recv()
+        except (EOFError, ConnectionError):
+            self._stop(rank)
+            log = (self.folder / f"rank-{rank}.log").read_text(encoding="utf-8", errors="replace")
+            return Answer(error=RankLostError(f"the process of rank {rank} ended without an answer"), trace=log[-2000:])
+
+
+def _serve(connection: Connection, log: str) -> None:
+    """The loop of a rank: a job in, an answer out, until the other end closes. What it prints goes to a file."""
+    _quiet(log)
+    while True:
+        try:
+            job = connection.recv()
+        except (EOFError, ConnectionError):
+            return
+        connection.send(_answer(*job))
+        _leave()
+
+
+def _answer(
+    function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, ranks: int, store: str, timeout: float
+) -> Answer:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    try:
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=limit)
+        value = function(*arguments)
+        dist.barrier()  # who leaves the world first must not take it from the others
+        return Answer(value)
+    except BaseException as error:
+        return Answer(error=_portable(error), trace=traceback.format_exc(), at=time.monotonic())
+
+
+def _portable(error: BaseException) -> BaseException:
+    import pickle
+
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _leave() -> None:
+    """Leave the world, and drop torch's cache of meshes: a later world reuses the groups' names."""
+    import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    with contextlib.suppress(Exception):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    _clear_sharding_prop_cache()
+
+
+def _quiet(log: str) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    import warnings
+
+    warnings.filterwarnings("ignore")

@@ -1,0 +1,26 @@
+"""What the server that ranks are forked from imports, and nothing more: no thread may run in it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+_SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_MODULES = (
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.tokenization_utils_tokenizers",
+    "meshtune.models.proofs",
+    "meshtune.verify.course",
+    "meshtune.verify.miniature",
+)
+
+for name, value in _SETTINGS.items():
+    os.environ.setdefault(name, value)
+for module in _MODULES:
+    importlib.import_module(module)
