@@ -28,6 +28,7 @@ class Batch(Mapping[str, Tensor]):
       of the same document, else -100
     - attention_mask [B, T] bool, true on real tokens; absent without padding and when packed
     - document_lengths [D] int64, on the CPU always; packed only; sums to N
+    - real [B, T] bool, true on real tokens; only of a packed row's part, in which they need not come first
 
     `tokens` and `supervised_tokens` count real tokens and targets, as plain numbers; a filler micro-batch
     counts none.
@@ -38,6 +39,7 @@ class Batch(Mapping[str, Tensor]):
     shift_labels: Tensor = field(metadata=_BY_TOKEN)
     attention_mask: Tensor | None = field(default=None, metadata=_BY_TOKEN)
     document_lengths: Tensor | None = field(default=None, metadata=_NO_TOKEN_AXIS)
+    real: Tensor | None = field(default=None, metadata=_BY_TOKEN)
     tokens: int = 0
     supervised_tokens: int = 0
 
@@ -66,6 +68,17 @@ class Batch(Mapping[str, Tensor]):
     def packed(self) -> bool:
         """Whether this is one row of documents that must not see each other."""
         return self.document_lengths is not None
+
+    @property
+    def real_tokens(self) -> Tensor:
+        """[B, T] bool, true on real tokens: neither padding nor any token of a filler micro-batch."""
+        if self.tokens == 0:
+            return torch.zeros_like(self.input_ids, dtype=torch.bool)
+        if (mask := self.attention_mask if self.real is None else self.real) is not None:
+            return mask
+        first = self.tokens if self.packed else self.input_ids.shape[1]
+        places = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        return (places < first).expand_as(self.input_ids)
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device. Document lengths stay on the CPU: kernels are launched by them."""

@@ -21,14 +21,10 @@ def take(batch: Batch, tokens: Tensor) -> Batch:
         if (axis := batch.token_axis(name)) is not None
     }
     part = replace(batch, **parts)
-    supervised = int((part.shift_labels != IGNORED_LABEL).sum())
-    return replace(part, tokens=_real_tokens(batch, part, tokens), supervised_tokens=supervised)
-
-
-def _real_tokens(batch: Batch, part: Batch, tokens: Tensor) -> int:
-    """A packed row's real tokens come first; a filler micro-batch counts none."""
-    if batch.tokens == 0:
-        return 0
-    if batch.packed:
-        return int((tokens < batch.tokens).sum())
-    return part.input_ids.numel() if part.attention_mask is None else int(part.attention_mask.sum())
+    real = batch.real_tokens.index_select(1, tokens.to(batch.input_ids.device))
+    return replace(
+        part,
+        real=real if batch.packed else None,
+        tokens=int(real.sum()),
+        supervised_tokens=int((part.shift_labels != IGNORED_LABEL).sum()),
+    )

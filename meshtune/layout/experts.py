@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshtune.errors import LayoutError
@@ -36,3 +36,16 @@ def problems(found: Sequence[Experts], ep: int) -> Iterable[str]:
         yield (
             f"distributed.ep_size: {count} experts ({path}) cannot be shared out evenly among {ep} ranks; write one of {divisors}"
         )
+
+
+@dataclass(frozen=True)
+class Balancing:
+    """The load-balancing loss that a model's config asks for: where its routers are and what it is multiplied with.
+
+    `routers` maps the path of each module that computes router logits to the place of these in its output.
+    """
+
+    routers: Mapping[str, int]
+    experts: int
+    top_k: int
+    coefficient: float

@@ -13,11 +13,13 @@ import torch
 
 from meshtune.data.batch import IGNORED_LABEL, Batch
 from meshtune.data.collate import as_filler, collate_packed, collate_padded, shifted_labels
+from meshtune.data.cutting import take
 from meshtune.data.dataset import TokenDataset
 from meshtune.data.encoding import Encoded
 from meshtune.data.loader import Loader, validation_batches
 from meshtune.data.order import GlobalOrder, permutation
 from meshtune.data.packing import pack
+from meshtune.data.padding import pad_to
 from meshtune.data.report import DataReport
 from meshtune.data.store import Writer
 from meshtune.errors import DataError
@@ -281,6 +283,7 @@ def test_a_batch_is_a_mapping_that_declares_its_token_axes() -> None:
         "shift_labels": 1,
         "attention_mask": 1,
         "document_lengths": None,
+        "real": 1,
     }
     assert set(batch) == {"input_ids", "position_ids", "shift_labels", "document_lengths"} and len(batch) == 4
     with pytest.raises(KeyError):
@@ -290,6 +293,18 @@ def test_a_batch_is_a_mapping_that_declares_its_token_axes() -> None:
     moved = batch.to("meta")
     assert moved.input_ids.device.type == "meta" and moved["document_lengths"].device.type == "cpu"
     assert moved.tokens == 3 and all(tensor.dtype == torch.int64 for tensor in batch.values())
+
+
+def test_real_tokens_are_known_without_looking_at_token_ids() -> None:
+    padded = collate_padded([document(1, 2, 3), document(4)], pad_token_id=4)
+    assert padded.real_tokens.tolist() == [[True, True, True], [True, False, False]]
+    packed = collate_packed([document(1, 2), document(3)])
+    assert packed.real_tokens.tolist() == [[True] * 3]
+    longer = pad_to(packed, 5)
+    assert longer.real_tokens.tolist() == [[True, True, True, False, False]]
+    part = take(longer, torch.tensor([0, 4, 2]))
+    assert part.real_tokens.tolist() == [[True, False, True]] and part.tokens == 2
+    assert not as_filler(padded).real_tokens.any()
 
 
 def test_a_filler_counts_nothing_and_teaches_nothing() -> None:
