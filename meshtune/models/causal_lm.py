@@ -120,7 +120,8 @@ class CausalLM(nn.Module):
         self._head_path = path
         self._trunk_path = _trunk_path(model, path)
         self._trunk_width = getattr(model.config.get_text_config(decoder=True), "hidden_size", None)
-        self._replaced: dict[str, nn.Module] = {}
+        self._span = Span()
+        self._received: Tensor | None = None
 
     def forward(
         self,
@@ -130,23 +131,13 @@ class CausalLM(nn.Module):
         received: Tensor | None = None,
     ) -> Any:
         """What `objective` returns; of a span that ends at a block, that block's output. `received` is a later span's input."""
-        self._replaced = {} if span is None else self._span_modules(span, received)
+        self._span, self._received = span or Span(), received
         try:
             return objective(self, batch)
         except _Left as left:
             return left.hidden_states
         finally:
-            self._replaced = {}
-
-    def _span_modules(self, span: Span, received: Tensor | None) -> dict[str, nn.Module]:
-        modules = dict(span.replaced)
-        if span.enter is not None:
-            assert received is not None
-            modules[span.enter] = _Entered(self.model.get_submodule(span.enter), received)
-        if span.leave is not None:
-            last = modules[span.leave] if span.leave in modules else self.model.get_submodule(span.leave)
-            modules[span.leave] = _LeftBehind(last)
-        return modules
+            self._span, self._received = Span(), None
 
     def documents(self, batch: Any) -> AbstractContextManager[None]:
         """Open around the forward of a batch, so that attention knows where its documents end and which ranks hold the rest."""
@@ -159,8 +150,7 @@ class CausalLM(nn.Module):
         Positions go to the model only where they restart, with documents or with a chunk of a sequence. For any other row the
         model's own are right, and some models have no other (learnt positions that begin at an offset).
         """
-        head = self.model.get_submodule(self._head_path)
-        view = _with_modules(self.model, {**self._replaced, self._head_path: _CapturingHead(head)})
+        view = _with_modules(self.model, self._begin_and_end())
         given = {"position_ids": position_ids} if positions_restart() else {}
         if attention_mask is not None:
             given["attention_mask"] = attention_mask.long()
@@ -169,6 +159,19 @@ class CausalLM(nn.Module):
         except _Captured as captured:
             return captured.hidden_states
         raise ModelError(f"{type(self.model).__name__} did not call its output embedding in its forward")
+
+    def _begin_and_end(self) -> dict[str, nn.Module]:
+        """What stands in the place of modules where the pass at hand begins and ends."""
+        span, received, modules = self._span, self._received, dict(self._span.replaced)
+        if span.enter is not None:
+            assert received is not None
+            modules[span.enter] = _Entered(self.model.get_submodule(span.enter), received)
+        if span.leave is None:
+            modules[self._head_path] = _CapturingHead(self.model.get_submodule(self._head_path))
+        else:
+            last = modules[span.leave] if span.leave in modules else self.model.get_submodule(span.leave)
+            modules[span.leave] = _LeftBehind(last)
+        return modules
 
     def head(self, hidden_states: Tensor) -> Tensor:
         """Final logits [n, vocab] of head inputs [n, hidden], scaled and capped as the architecture does."""

@@ -1,0 +1,72 @@
+"""What stands in the module tree of a pipeline stage where other stages have something: no parameters, the same attributes.
+
+Names, layer indices and loops over layers stay those of the whole model. Before a stage's first block stand-ins hand on values
+that nothing reads, for the first block is given its input; after the last block nothing runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["AbsentBlock", "AbsentEmbedding", "AbsentModule", "is_absent"]
+
+
+class AbsentModule(nn.Module):
+    """A module that this stage does not run. Answers for the attributes of the original."""
+
+    def __init__(self, original: nn.Module):
+        super().__init__()
+        self.__dict__["_original"] = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_original"], name)
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{type(self.__dict__['_original']).__name__} was called on a pipeline stage that is without it"
+        )
+
+
+class AbsentBlock(AbsentModule):
+    """Hands hidden states on."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return (args[0] if args else kwargs["hidden_states"]).as_subclass(_TensorOrTuple)
+
+
+class AbsentEmbedding(AbsentModule):
+    """Zeros of the shape and dtype that the embedding would give; `parts` is by how much its output is cut along the tokens."""
+
+    def __init__(self, original: nn.Module, dtype: torch.dtype | None = None, parts: int = 1):
+        super().__init__(original)
+        weight = next(original.parameters())
+        self.width: int = getattr(original, "embedding_dim", weight.shape[-1])
+        self.dtype = dtype or weight.dtype
+        self.parts = parts
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        ids = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        *rows, tokens = ids.shape
+        return torch.zeros((*rows, tokens // self.parts, self.width), dtype=self.dtype, device=ids.device)
+
+
+class _TensorOrTuple(torch.Tensor):
+    """Hidden states, for a loop that takes a block's output as such as well as for one that takes the output's first element.
+
+    What operators make of it is a plain tensor.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int):
+            return self if index == 0 else None
+        return super().__getitem__(index)
+
+
+def is_absent(module: nn.Module) -> bool:
+    """Whether a module of the tree is on other pipeline stages only."""
+    return isinstance(module, AbsentModule)
