@@ -51,6 +51,7 @@ def shard_experts(module: nn.Module, layout: Layout, compute_dtype: torch.dtype 
     fully_shard(module, mesh=layout.expert_data_parallel_mesh, mp_policy=policy)
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)  # else a factor is a reduction that gloo does not have
 
 
 @dataclass(frozen=True)
