@@ -55,17 +55,17 @@ class RankPeers:
         tensor = tensor.detach().contiguous()
         if self.size == 1:
             return tensor[None]
-        gathered = tensor.new_empty((self.size, *tensor.shape))
-        dist.all_gather_into_tensor(gathered, tensor, group=self.group)
-        return gathered
+        gathered = tensor.new_empty(self.size * tensor.numel())  # flat: backends differ in the shapes that they take
+        dist.all_gather_into_tensor(gathered, tensor.flatten(), group=self.group)
+        return gathered.view(self.size, *tensor.shape)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach().contiguous()
         if self.size == 1:
             return tensor[0]
-        own = tensor.new_empty(tensor.shape[1:])
-        dist.reduce_scatter_tensor(own, tensor, group=self.group)
-        return own
+        own = tensor.new_empty(tensor[0].numel())
+        dist.reduce_scatter_tensor(own, tensor.flatten(), group=self.group)
+        return own.view(tensor.shape[1:])
 
     def all_to_all(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         tensor = tensor.detach().contiguous()
