@@ -19,6 +19,7 @@ from meshtune.layout import zigzag
 from meshtune.layout.collectives import all_to_all, gather_from
 from meshtune.layout.peers import Peers
 from meshtune.models.documents import ContextParallel
+from meshtune.models.ring_attention import ring
 from meshtune.models.scores import Scores, attend_in_document, attend_in_documents
 
 
@@ -95,4 +96,4 @@ def _exchange(parts: Tensor, peers: Peers) -> Tensor:
     return all_to_all(parts, one_each, one_each, peers)
 
 
-_METHODS = {"allgather": _allgather, "ulysses": _ulysses}
+_METHODS = {"allgather": _allgather, "ulysses": _ulysses, "ring": ring}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +23,8 @@ from meshtune.errors import ModelError
 from meshtune.models.attention import DOCUMENT_ATTENTION
 from meshtune.models.source import Source
 from meshtune.models.trial import Trial
+
+_ATTENTION_DROPOUT = re.compile(r"att(ention|n)_.*drop")
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,9 @@ def _cannot_be_cut(source: Source, longest_row: int, size: int, method: str) -> 
     heads = getattr(config, "num_attention_heads", None)
     if method == "ulysses" and isinstance(heads, int) and heads % size:
         return f"its {heads} attention heads cannot be shared out over {size} ranks; write `cp_method: allgather` or `ring`"
+    dropouts = [name for name, value in config.to_dict().items() if _ATTENTION_DROPOUT.match(name) and value]
+    if method == "ring" and dropouts:
+        return f"its config sets {dropouts[0]}, which ring attention cannot do; set it to 0, or write `cp_method: allgather`"
     return None
 
 

@@ -80,7 +80,7 @@ def attend_in_document(q: Tensor, k: Tensor, v: Tensor, scores: Scores, start: i
         return scores.attend(q, k, v, None, scores.causal)
     reach = scores.window if scores.window is not None and windowed else length
     parts = []
-    for block in _blocks(start, start + q.shape[2], max(reach, BLOCK) if windowed else BLOCK):
+    for block in blocks(range(start, start + q.shape[2]), max(reach, BLOCK) if windowed else BLOCK):
         keys = range(
             max(0, block.start - reach + 1), block.stop if scores.causal else min(length, block.stop + reach - 1)
         )
@@ -93,8 +93,9 @@ def attend_in_document(q: Tensor, k: Tensor, v: Tensor, scores: Scores, start: i
     return torch.cat(parts, dim=2)
 
 
-def _blocks(start: int, stop: int, size: int) -> Iterator[range]:
-    return (range(first, min(first + size, stop)) for first in range(start, stop, size))
+def blocks(places: range, size: int) -> Iterator[range]:
+    """Runs of at most `size` of them."""
+    return (range(first, min(first + size, places.stop)) for first in range(places.start, places.stop, size))
 
 
 def _places(places: range, like: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from meshtune.errors import LayoutError
 from meshtune.layout import AXES, Layout, zigzag
 from meshtune.layout.simulated import simulate
-from meshtune.models import scores
+from meshtune.models import scores, tiles
 from meshtune.models.attention import document_attention
 from meshtune.models.documents import ContextParallel, documents
 
-METHODS = ["allgather", "ulysses"]
+METHODS = ["allgather", "ulysses", "ring"]
 LENGTHS = [13, 1, 20, 1, 1, 8, 4]  # 48 tokens: chunks of 12, 8 and 6
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -98,6 +98,8 @@ def test_a_cut_sequence_gets_what_a_whole_one_gets(
 @pytest.mark.parametrize("method", METHODS)
 def test_blocks_of_any_size(method: str, name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores, "BLOCK", block)
+    monkeypatch.setattr(tiles, "QUERIES", block)
+    monkeypatch.setattr(tiles, "KEYS", block + 2)
     _assert_same(2, method, _inputs(heads=2, kv_heads=1), SETTINGS[name], LENGTHS)
 
 

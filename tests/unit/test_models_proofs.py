@@ -212,6 +212,13 @@ def test_a_sequence_is_cut_where_only_attention_mixes_its_tokens(name: str, pack
     assert _over_ranks(name, packing) == "sdpa, one call per document, over 2 ranks by allgather"
 
 
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_the_method_asked_for_is_tried(method: str) -> None:
+    """Three heads cannot be shared out over two ranks, which are what is tried; over three they can."""
+    for name, size in (("gemma2", 2), ("llama-odd", 3)):
+        assert _over_ranks(name, True, method=method, size=size).endswith(f"over {size} ranks by {method}")
+
+
 @pytest.mark.parametrize(
     ("name", "packing", "cause"),
     [
@@ -234,3 +241,5 @@ def test_what_cannot_be_cut_by_its_sizes_is_refused_before_any_twin() -> None:
         ModelError, match="4 attention heads cannot be shared out over 3 ranks; write `cp_method: allgather`"
     ):
         _over_ranks("llama", False, method="ulysses", size=3)
+    with pytest.raises(ModelError, match="its config sets attention_dropout"):
+        choose_attention(tiny_source("llama", attention_dropout=0.1), False, CPU, FP32, context=(2, "ring"))
