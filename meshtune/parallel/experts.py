@@ -70,13 +70,17 @@ class _Route:
 
 
 class _Dispatch:
-    """The two hooks of one module. Between them it keeps the route of the one call that is running."""
+    """The two hooks of one module. Between them it keeps the route of the one call that is running.
+
+    How many rows travel is known only when they do, so no compiler can look into it; what stands around it, it can.
+    """
 
     def __init__(self, path: str, local: int, layout: Layout):
         self._path, self._local = path, local
         self._peers, self._layout = layout.peers("ep"), layout
         self._route: _Route | None = None
 
+    @torch.compiler.disable
     def send(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
         hidden_states, index, weights = self._checked(given)
@@ -94,6 +98,7 @@ class _Dispatch:
         experts = places[rows, columns].to(index.dtype)
         return (arrived[rows], experts[:, None], slots[rows, columns][:, None]), {}
 
+    @torch.compiler.disable
     def collect(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
         route, self._route = self._route, None
         assert route is not None
