@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from meshtune.errors import LayoutError, ModelError
 from meshtune.layout import AXES, Layout
-from meshtune.layout.collectives import all_to_all
+from meshtune.layout.collectives import all_to_all, copy_to, reduce_from
 from meshtune.layout.experts import Experts
 from meshtune.layout.peers import Peers
 from meshtune.layout.simulated import simulate
@@ -191,6 +191,31 @@ def test_ranks_of_tp_share_the_tokens_that_they_all_have(tokens: int, degrees: d
         own = [values for at, values in results if at == batch]
         for found, value in zip(zip(*own, strict=True), wanted, strict=True):
             torch.testing.assert_close(torch.stack(found).sum(0), value, rtol=1e-5, atol=1e-6)
+
+
+def test_experts_can_be_a_region_of_tp_by_themselves() -> None:
+    """Hooks that sum over `tp`, put there before, see inputs before they leave and outputs after they have come back."""
+    model = model_of("mixtral").model.layers[0].mlp.experts
+    (experts,) = experts_modules(model)
+    hidden, weights = torch.randn(7, 48), torch.rand(7, 2)
+    index = torch.randint(4, (7, 2))
+
+    def run(module: nn.Module) -> tuple[Tensor, Tensor]:
+        own = hidden.clone().requires_grad_()
+        output = module(own, index, weights)
+        output.square().sum().backward()
+        return output.detach(), own.grad
+
+    def work(layout: Layout) -> tuple[Tensor, Tensor]:
+        own, peers = copy.deepcopy(model), layout.peers("tp")
+        own.register_forward_pre_hook(lambda _module, args: (copy_to(args[0], peers), *args[1:]))
+        own.register_forward_hook(lambda _module, _args, output: reduce_from(output, peers))
+        cut(own, experts, layout)
+        return run(own)
+
+    wanted = run(copy.deepcopy(model))
+    for found in simulate(layout_of(2, tp=2), work):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_row_travels_once_to_a_rank_however_many_experts_it_has_there(monkeypatch: pytest.MonkeyPatch) -> None:
