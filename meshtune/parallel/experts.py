@@ -37,9 +37,8 @@ def dispatch(module: nn.Module, experts: Experts, layout: Layout) -> None:
     for name in experts.counters:
         setattr(module, name, local)
     module.register_forward_pre_hook(hooks.send, with_kwargs=True)
-    module.register_forward_hook(
-        hooks.collect, prepend=True
-    )  # before what sums this module's output over ranks, if any does
+    # Results come back before any other hook, as one that sums over tp, sees the output.
+    module.register_forward_hook(hooks.collect, prepend=True)
 
 
 def shard_experts(module: nn.Module, layout: Layout, compute_dtype: torch.dtype = torch.float32) -> None:
