@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from meshtune.checkpoint import folder
-from meshtune.checkpoint.state import OptimizerState, model_state, moments
+from meshtune.checkpoint.state import OptimizerState, State, model_state, moments
 from meshtune.errors import CheckpointError
+from meshtune.layout.pieces import named_pieces, whole_shape
 
 Stored = Mapping[str, TensorStorageMetadata | BytesStorageMetadata]
 
@@ -60,7 +62,7 @@ class Checkpointer:
         _load(self._state(), path, stored)
         return complete.manifest
 
-    def _state(self) -> dict[str, Tensor]:
+    def _state(self) -> State:
         return {**model_state(self._model), **self._optimizer.tensors()}
 
     def _on_first_rank(self, step: int, work: Callable[[], Any], beside: Path | None = None) -> Any:
@@ -106,8 +108,11 @@ def load_weights(path: Path, model: nn.Module) -> None:
 
 def bytes_needed(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """About how large a checkpoint of this run is, all ranks together: parameters and their moments."""
-    each = moments(optimizer)
-    return sum(p.numel() * p.element_size() * (1 + each * p.requires_grad) for p in model.parameters())
+    each, pieces = moments(optimizer), named_pieces(model)
+    return sum(
+        math.prod(whole_shape(p.shape, pieces.get(name))) * p.element_size() * (1 + each * p.requires_grad)
+        for name, p in model.named_parameters()
+    )
 
 
 def check_space(run: Path, needed: int) -> None:
@@ -128,9 +133,10 @@ def _stored(path: Path) -> Stored:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _load(state: dict[str, Tensor], path: Path, stored: Stored) -> None:
-    misfits = _misfits(state, stored)
+def _load(state: State, path: Path, stored: Stored) -> None:
+    misfits = _of_all_ranks(_misfits(state, stored))
     if misfits:
+        misfits = misfits if len(misfits) <= 20 else [*misfits[:20], f"and {len(misfits) - 20} more"]
         raise CheckpointError(f"{path} does not fit this run's model or optimizer:\n  " + "\n  ".join(misfits))
     try:
         dcp.load(state, storage_reader=dcp.FileSystemReader(path))
@@ -138,16 +144,27 @@ def _load(state: dict[str, Tensor], path: Path, stored: Stored) -> None:
         raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
 
 
-def _misfits(state: Mapping[str, Tensor], stored: Stored) -> list[str]:
+def _misfits(state: State, stored: Stored) -> list[str]:
+    """What this rank has and the checkpoint lacks, or has otherwise; and what the checkpoint has and no rank."""
     found = [f"{name} is not in the checkpoint" for name in state if name not in stored]
-    found += [f"{name} is in the checkpoint only" for name in stored if name not in state]
+    everywhere = set(_of_all_ranks(list(state)))
+    found += [f"{name} is in the checkpoint only" for name in stored if name not in everywhere]
     for name, tensor in state.items():
         entry = stored.get(name)
         if isinstance(entry, TensorStorageMetadata):
             there, here = (entry.properties.dtype, tuple(entry.size)), (tensor.dtype, tuple(tensor.shape))
             if there != here:
                 found.append(f"{name} is {there[0]} {there[1]} in the checkpoint, {here[0]} {here[1]} in this run")
-    return found if len(found) <= 20 else [*found[:20], f"and {len(found) - 20} more"]
+    return found
+
+
+def _of_all_ranks(texts: list[str]) -> list[str]:
+    """Each text of any rank, once."""
+    if not dist.is_initialized():
+        return texts
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, texts)
+    return list(dict.fromkeys(text for own in gathered for text in own))
 
 
 def _reason(error: BaseException) -> str:

@@ -11,21 +11,39 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from meshtune.checkpoint.part import Part
+from meshtune.layout.pieces import Piece, named_pieces
+
 _MODEL, _OPTIMIZER = "model", "optimizer"
 
 
-def model_state(model: nn.Module) -> dict[str, Tensor]:
+State = dict[str, Tensor]
+
+
+def model_state(model: nn.Module) -> State:
     """`model.<name>` of every parameter and persistent buffer, sharing their memory.
 
-    A tied tensor is there once, under its first name.
+    A tied tensor is there once, under the name of its origin, also where this rank has only a copy of it.
     """
     seen: set[int] = set()
-    state = {}
+    state: State = {}
+    pieces, names = named_pieces(model), _canonical(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            state[f"{_MODEL}.{name}"] = tensor.detach()
+            state[f"{_MODEL}.{names.get(name, name)}"] = _part(tensor.detach(), pieces.get(name))
     return state
+
+
+def _canonical(model: nn.Module) -> dict[str, str]:
+    """Names of tied tensors to that of their origin, where the origin itself is not on this rank."""
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    present = model.state_dict().keys()
+    return {target: origin for target, origin in tied.items() if origin not in present}
+
+
+def _part(tensor: Tensor, piece: Piece | None) -> Tensor:
+    return tensor if piece is None else Part(tensor, piece)
 
 
 class OptimizerState:
@@ -38,11 +56,14 @@ class OptimizerState:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self._optimizer = optimizer
         self._parameters = dict(model.named_parameters())
+        self._pieces, self._names = named_pieces(model), _canonical(model)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> State:
         """`optimizer.<name>.<moment>`, sharing memory with the optimizer's state."""
         return {
-            f"{_OPTIMIZER}.{name}.{key}": value
+            f"{_OPTIMIZER}.{self._names.get(name, name)}.{key}": _part(
+                value, self._pieces.get(name) if value.ndim else None
+            )
             for name, parameter in self._parameters.items()
             for key, value in self._optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
@@ -56,7 +77,7 @@ class OptimizerState:
         prefix = f"{_OPTIMIZER}."
         owners = {key.removeprefix(prefix).rpartition(".")[0] for key in stored if key.startswith(prefix)}
         for name, parameter in self._parameters.items():
-            parameter.grad = torch.zeros_like(parameter) if name in owners else None
+            parameter.grad = torch.zeros_like(parameter) if self._names.get(name, name) in owners else None
         rates = [group["lr"] for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0

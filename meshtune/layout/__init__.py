@@ -2,7 +2,7 @@
 
 from meshtune.layout.axes import AXES, VIEWS
 from meshtune.layout.layout import Layout
-from meshtune.layout.plan import Plan, Rule
+from meshtune.layout.plan import Group, Plan, Split
 from meshtune.layout.section import DistributedSection
 
-__all__ = ["AXES", "VIEWS", "DistributedSection", "Layout", "Plan", "Rule"]
+__all__ = ["AXES", "VIEWS", "DistributedSection", "Group", "Layout", "Plan", "Split"]

@@ -26,9 +26,12 @@ def reduce_from(tensor: Tensor, peers: Peers) -> Tensor:
     return tensor if peers.size == 1 else _ReduceFrom.apply(tensor, peers)
 
 
-def gather_from(tensor: Tensor, dim: int, peers: Peers) -> Tensor:
-    """The ranks' equal parts, joined along `dim`; a rank's gradient is the sum over ranks of what they give its part."""
-    return tensor if peers.size == 1 else _GatherFrom.apply(tensor, dim, peers)
+def gather_from(tensor: Tensor, dim: int, peers: Peers, partial: bool = True) -> Tensor:
+    """The ranks' equal parts, joined along `dim`; a rank's gradient is the sum over ranks of what they give its part.
+
+    With `partial` false, what follows is the same on every rank, and so is its gradient: each takes its own part of it.
+    """
+    return tensor if peers.size == 1 else _GatherFrom.apply(tensor, dim, peers, partial)
 
 
 def reduce_scatter_to(tensor: Tensor, dim: int, peers: Peers) -> Tensor:
@@ -81,13 +84,15 @@ class _ReduceFrom(torch.autograd.Function):
 
 class _GatherFrom(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, peers: Peers) -> Tensor:
-        ctx.dim, ctx.peers = dim, peers
+    def forward(ctx: Any, tensor: Tensor, dim: int, peers: Peers, partial: bool) -> Tensor:
+        ctx.dim, ctx.peers, ctx.partial = dim, peers, partial
         return _join(peers.all_gather(tensor), dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.peers.reduce_scatter(_cut(gradients[0], ctx.dim, ctx.peers.size)), None, None
+        parts = _cut(gradients[0], ctx.dim, ctx.peers.size)
+        own = ctx.peers.reduce_scatter(parts) if ctx.partial else parts[ctx.peers.rank].clone()
+        return own, None, None, None
 
 
 class _ReduceScatterTo(torch.autograd.Function):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from meshtune.layout.peers import Peers
 
-_AVAILABLE: frozenset[str] = frozenset()
+_AVAILABLE: frozenset[str] = frozenset({"tp", "cp", "ep"})
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Layout:
     device_type: str = "cpu"
     ep: int = 1
     sequence_parallel: bool = False
+    cp_method: str = "allgather"
     _mesh: list[DeviceMesh] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
@@ -50,7 +51,14 @@ class Layout:
                 f"{_nearest_multiples(world_size, product)}, or lower a size"
             )
         degrees = {axis: fixed.get(axis, world_size // product) for axis in AXES}
-        layout = cls(degrees, section.strategy, device_type, section.ep_size, section.sequence_parallel)
+        layout = cls(
+            degrees,
+            section.strategy,
+            device_type,
+            section.ep_size,
+            section.sequence_parallel,
+            section.cp_method or "allgather",
+        )
         room = layout.size("fsdp") * layout.size("tp")
         if room % section.ep_size:
             raise LayoutError(
@@ -118,6 +126,11 @@ class Layout:
     def group(self, name: str) -> ProcessGroup:
         """The ranks that differ from this one only along an axis or a view."""
         return self._mesh_of(name).get_group()
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether this rank speaks for the rows that it has read: of those that differ in cp, tp or pp alone, the first does."""
+        return all(self.rank(axis) == 0 for axis in ("pp", "cp", "tp"))
 
     def peers(self, name: str) -> Peers:
         """The same ranks, as what differentiable collectives run over."""

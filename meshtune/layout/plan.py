@@ -1,32 +1,126 @@
-"""Plan: placement rules as data. Models declare one; `parallel.apply` applies any."""
+"""Plan: what a model declares about how it may be laid out. `models` makes one, `parallel` applies any.
+
+Tensor parallelism is said in one form. A *split* is a module, or a few, whose output is the sum over tp ranks of what each
+computes with its part of the parameters. What enters is the same on every rank and gets the sum of the ranks' gradients; what
+leaves is summed. Everything inside that is not cut is *shared*: each rank has a part of its gradient.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from meshtune.layout.experts import Experts
+from meshtune.layout.pieces import Cut
 
 
 @dataclass(frozen=True)
-class Rule:
-    """Modules whose qualified name matches `pattern` (with `*` for one name component) form one `unit`.
+class Group:
+    """`length` features from `start` on, made of `count` equal groups (heads)."""
 
-    A unit's parameters are gathered together before its forward and released after it.
-    """
+    start: int
+    length: int
+    count: int
 
-    pattern: str
-    unit: bool = True
+    def span(self, size: int, rank: int) -> tuple[int, int]:
+        """(start, length) of what `rank` of `size` needs; where there are fewer groups than ranks, several need the same."""
+        each = self.length // self.count
+        if self.count % size == 0:
+            share = self.count // size
+            return self.start + rank * share * each, share * each
+        return self.start + rank * self.count // size * each, each
+
+
+@dataclass(frozen=True)
+class Split:
+    """Modules that compute a part of a sum on each tp rank: inputs enter at `entries`, outputs leave at `exits`."""
+
+    entries: tuple[str, ...]
+    exits: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The rules of one model, in the order in which its modules run."""
+    """The rules of one model, by qualified names of its modules and parameters.
 
-    rules: tuple[Rule, ...] = ()
+    Attributes:
+        units: repeated blocks, in the order in which they run; the parameters of one are gathered together by data parallelism.
+        splits: see `Split`.
+        cuts: parameters of which each rank holds a part.
+        shared: parameters inside splits that every rank holds whole, with a part of the gradient on each.
+        divided: parameters inside splits that are added to every rank's output, so each adds its share of them.
+        gathered: modules inside splits that must see all features: of their output each rank takes its own.
+        selected: modules inside splits that every rank runs whole, and the features of their output that it needs.
+        attributes: numbers of modules that become local (head counts); a mapping changes a copy of what the module holds under
+            that name (its config).
+        head_inputs: modules that are given tensors [heads, ...] or [batch * heads, ...] without a gradient (score biases), and
+            how many heads; each rank takes its own.
+        vocabulary: modules whose weight is cut by rows of the vocabulary: the embedding, and the head.
+        whole: modules that stay whole and whose output at a position depends on others, so they need the whole sequence.
+        experts: modules whose experts are shared out where the layout has an `ep` axis.
+    """
 
-    def units(self, module_names: list[str]) -> list[str]:
-        """The names among `module_names` that some rule makes a unit, in their given order."""
-        return [name for name in module_names if any(r.unit and _matches(r.pattern, name) for r in self.rules)]
+    units: tuple[str, ...] = ()
+    splits: tuple[Split, ...] = ()
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
+    divided: frozenset[str] = frozenset()
+    gathered: frozenset[str] = frozenset()
+    selected: Mapping[str, tuple[Group, ...]] = field(default_factory=dict)
+    attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    head_inputs: Mapping[str, int] = field(default_factory=dict)
+    vocabulary: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    experts: tuple[Experts, ...] = ()
 
+    def sharing_out(self, experts: Sequence[Experts]) -> Plan:
+        """The same plan with whole experts on each rank in the place of a part of every expert."""
+        names = {f"{found.path}.{name}" for found in experts for name in found.parameters}
+        return replace(
+            self,
+            cuts={name: cut for name, cut in self.cuts.items() if name not in names},
+            shared=self.shared - names,
+            divided=self.divided - names,
+            experts=tuple(experts),
+        )
 
-def _matches(pattern: str, name: str) -> bool:
-    wanted, parts = pattern.split("."), name.split(".")
-    return len(wanted) == len(parts) and all(w in ("*", p) for w, p in zip(wanted, parts, strict=True))
+    def joined(self, *others: Plan) -> Plan:
+        """One plan with the rules of all, in their order."""
+        plans = (self, *others)
+        return Plan(
+            tuple(chain.from_iterable(plan.units for plan in plans)),
+            tuple(chain.from_iterable(plan.splits for plan in plans)),
+            {name: cut for plan in plans for name, cut in plan.cuts.items()},
+            frozenset().union(*(plan.shared for plan in plans)),
+            frozenset().union(*(plan.divided for plan in plans)),
+            frozenset().union(*(plan.gathered for plan in plans)),
+            {name: groups for plan in plans for name, groups in plan.selected.items()},
+            {name: values for plan in plans for name, values in plan.attributes.items()},
+            {name: heads for plan in plans for name, heads in plan.head_inputs.items()},
+            tuple(chain.from_iterable(plan.vocabulary for plan in plans)),
+            tuple(chain.from_iterable(plan.whole for plan in plans)),
+            tuple(chain.from_iterable(plan.experts for plan in plans)),
+        )
+
+    def under(self, prefix: str) -> Plan:
+        """The same rules for a module that stands at `prefix`."""
+
+        def at(name: str) -> str:
+            return f"{prefix}.{name}" if prefix and name else prefix or name
+
+        return Plan(
+            tuple(at(name) for name in self.units),
+            tuple(Split(tuple(map(at, s.entries)), tuple(map(at, s.exits))) for s in self.splits),
+            {at(name): cut for name, cut in self.cuts.items()},
+            frozenset(map(at, self.shared)),
+            frozenset(map(at, self.divided)),
+            frozenset(map(at, self.gathered)),
+            {at(name): groups for name, groups in self.selected.items()},
+            {at(name): values for name, values in self.attributes.items()},
+            {at(name): heads for name, heads in self.head_inputs.items()},
+            tuple(map(at, self.vocabulary)),
+            tuple(map(at, self.whole)),
+            tuple(replace(found, path=at(found.path)) for found in self.experts),
+        )

@@ -73,7 +73,9 @@ class SimulatedLayout(Layout):
 
     def __init__(self, world: _World, rank: int):
         whole = world.layout
-        super().__init__(whole.degrees, whole.strategy, whole.device_type, whole.ep, whole.sequence_parallel)
+        super().__init__(
+            whole.degrees, whole.strategy, whole.device_type, whole.ep, whole.sequence_parallel, whole.cp_method
+        )
         object.__setattr__(self, "_world", world)
         coordinates = list(itertools.product(*(range(whole.degrees[axis]) for axis in AXES)))[rank]
         place = dict(zip(AXES, coordinates, strict=True))

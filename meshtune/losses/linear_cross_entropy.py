@@ -4,15 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["default_chunk_size", "linear_cross_entropy"]
+__all__ = ["VocabularyPart", "default_chunk_size", "linear_cross_entropy"]
 
 Head = Callable[[Tensor], Tensor]
+
+
+class Peers(Protocol):
+    """The ranks that share a vocabulary: see `meshtune.layout.peers`."""
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, tensor: Tensor, operation: str = "sum") -> Tensor: ...
+
+    def all_gather(self, tensor: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The rows of a vocabulary of `size` from `start` on that this rank's head has, and the ranks that have the others."""
+
+    start: int
+    size: int
+    peers: Peers
+
 
 LOGITS_BUDGET_BYTES = 64 * 2**20
 MINIMUM_ROWS = {"cpu": 256}
@@ -25,6 +47,7 @@ def linear_cross_entropy(
     head: Head,
     head_parameters: Sequence[nn.Parameter],
     chunk_size: int | None = None,
+    vocabulary: VocabularyPart | None = None,
 ) -> Tensor:
     """Sum over rows of `-log softmax(head(hidden_states))[target]`, in float32.
 
@@ -43,6 +66,8 @@ def linear_cross_entropy(
         head_parameters: every parameter that `head` reads; those that are frozen get no gradient. The
             gradient of each is summed over chunks in float32, scaled, then cast to the parameter's dtype.
         chunk_size: most rows at once; None takes `default_chunk_size`.
+        vocabulary: where the head gives the logits of a part of the vocabulary only. Rows and targets are the same on all its
+            ranks, and so are the result and the gradient of `hidden_states`. Ranks exchange three numbers a row, never logits.
 
     Returns:
         0-d float32. Its backward can run once.
@@ -56,14 +81,17 @@ def linear_cross_entropy(
             f"want hidden_states [n, hidden] and targets [n], got {[*hidden_states.shape]} and {[*targets.shape]}"
         )
     if chunk_size is None:
-        vocabulary_size = head(hidden_states[:0]).shape[-1]
+        if vocabulary is None:
+            vocabulary_size = head(hidden_states[:0]).shape[-1]
+        else:  # parts may differ in size, but ranks exchange numbers chunk by chunk
+            vocabulary_size = math.ceil(vocabulary.size / vocabulary.peers.size)
         chunk_size = default_chunk_size(vocabulary_size, hidden_states.device)
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}, want at least 1 row")
     parameters = list({id(p): p for p in head_parameters}.values())
     if torch.is_grad_enabled() and any(t.requires_grad for t in (hidden_states, *parameters)):
-        return _LinearCrossEntropy.apply(hidden_states, targets, head, chunk_size, *parameters)
-    return _loss_sum(hidden_states, targets, head, chunk_size)
+        return _LinearCrossEntropy.apply(hidden_states, targets, head, chunk_size, vocabulary, *parameters)
+    return _loss_sum(hidden_states, targets, head, chunk_size, vocabulary)
 
 
 def default_chunk_size(vocabulary_size: int, device: torch.device) -> int:
@@ -89,6 +117,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         head: Head,
         chunk_size: int,
+        vocabulary: VocabularyPart | None,
         *parameters: nn.Parameter,
     ) -> Tensor:
         trainable = [p for p in parameters if p.requires_grad]
@@ -101,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits = head(chunk)
             if rows.start == 0:
                 _check_complete(logits, [chunk, *trainable])
-            chunk_loss, logits_gradient = _cross_entropy_and_gradient(logits, targets[rows])
+            chunk_loss, logits_gradient = _cross_entropy_and_gradient(logits.detach(), targets[rows], vocabulary)
             loss_sum += chunk_loss
             inputs = [*([] if hidden_gradient is None else [chunk]), *trainable]
             parts = list(torch.autograd.grad(logits, inputs, logits_gradient, allow_unused=True))
@@ -110,6 +139,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for total, part in zip(gradients, parts, strict=True):
                 if part is not None:
                     total.add_(part)
+        if hidden_gradient is not None and vocabulary is not None:
+            hidden_gradient = vocabulary.peers.all_reduce(hidden_gradient)
         ctx.hidden_gradient = hidden_gradient
         ctx.parameter_gradients = [gradients.pop(0) if p.requires_grad else None for p in parameters]
         ctx.dtypes = [p.dtype for p in parameters]
@@ -127,15 +158,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if g is None else g.mul_(scale).to(dtype)
             for g, dtype in zip(parameter_gradients, ctx.dtypes, strict=True)
         ]
-        return (None if hidden_gradient is None else hidden_gradient.mul_(scale), None, None, None, *scaled)
+        return (None if hidden_gradient is None else hidden_gradient.mul_(scale), None, None, None, None, *scaled)
 
 
-def _loss_sum(hidden_states: Tensor, targets: Tensor, head: Head, chunk_size: int) -> Tensor:
+def _loss_sum(
+    hidden_states: Tensor, targets: Tensor, head: Head, chunk_size: int, vocabulary: VocabularyPart | None
+) -> Tensor:
     loss_sum = hidden_states.new_zeros((), dtype=torch.float32)
     with torch.no_grad():
         for rows in _chunks(len(hidden_states), chunk_size):
             logits = head(hidden_states[rows]).float()
-            loss_sum += nn.functional.cross_entropy(logits, targets[rows], reduction="sum")
+            if vocabulary is None:
+                loss_sum += nn.functional.cross_entropy(logits, targets[rows], reduction="sum")
+            else:
+                loss_sum += _cross_entropy_and_gradient(logits, targets[rows], vocabulary)[0]
     return loss_sum
 
 
@@ -146,16 +182,41 @@ def _chunks(rows: int, chunk_size: int) -> Iterator[slice]:
         yield slice(index * rows // count, (index + 1) * rows // count)
 
 
-def _cross_entropy_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _cross_entropy_and_gradient(
+    logits: Tensor, targets: Tensor, vocabulary: VocabularyPart | None
+) -> tuple[Tensor, Tensor]:
     """Cross entropy of `logits` [m, V], summed, and its gradient (softmax minus one-hot) in their dtype.
 
     One float32 buffer serves as log-softmax and then as gradient: autograd would hold three.
     """
+    if vocabulary is not None:
+        return _of_a_part(logits, targets, vocabulary)
     log_probabilities = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     index = targets.unsqueeze(-1)
     loss_sum = -log_probabilities.gather(-1, index).sum()
     gradient = log_probabilities.exp_()
     gradient.scatter_add_(-1, index, gradient.new_full((1, 1), -1.0).expand_as(index))
+    return loss_sum, gradient.to(logits.dtype)
+
+
+def _of_a_part(logits: Tensor, targets: Tensor, vocabulary: VocabularyPart) -> tuple[Tensor, Tensor]:
+    """The same where `logits` [m, v] are those of a part of the vocabulary: the loss of the whole, the gradient of the part.
+
+    Of each row a rank tells its largest logit, the sum of exponentials below it, and the target's logit if it has it.
+    """
+    gradient = logits.float()
+    index = targets - vocabulary.start
+    own = (index >= 0) & (index < logits.shape[1])
+    index = torch.where(own, index, 0).unsqueeze(-1)
+    largest = gradient.amax(-1)
+    target = torch.where(own, gradient.gather(-1, index).squeeze(-1), 0.0)
+    gradient = (gradient - largest.unsqueeze(-1)).exp_()
+    told = vocabulary.peers.all_gather(torch.stack([largest, gradient.sum(-1), target]))  # [ranks, 3, m]
+    top = told[:, 0].amax(0)
+    total = (told[:, 1] * (told[:, 0] - top).exp()).sum(0)
+    loss_sum = (top + total.log() - told[:, 2].sum(0)).sum()
+    gradient.mul_(((largest - top).exp() / total).unsqueeze(-1))
+    gradient.scatter_add_(-1, index, -own.to(gradient.dtype).unsqueeze(-1))
     return loss_sum, gradient.to(logits.dtype)
 
 

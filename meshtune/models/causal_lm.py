@@ -19,7 +19,10 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils import ModelOutput
 
 from meshtune.errors import ModelError
+from meshtune.layout import Layout
+from meshtune.layout.pieces import piece_of
 from meshtune.layout.span import Span
+from meshtune.losses import VocabularyPart
 from meshtune.models.documents import ContextParallel, documents, positions_restart
 
 
@@ -78,6 +81,13 @@ class _Entered(_StandIn):
         return original(received, *args[1:], **kwargs) if args else original(**{**kwargs, "hidden_states": received})
 
 
+class _CapturingBlock(_StandIn):
+    """Ends the forward with the hidden states that a block is given."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Left(args[0] if args else kwargs["hidden_states"])
+
+
 class _LeftBehind(_StandIn):
     """Ends the forward with a block's output."""
 
@@ -119,9 +129,19 @@ class CausalLM(nn.Module):
             raise ModelError(f"{type(model).__name__} has no output embedding, so it is not a causal language model")
         self._head_path = path
         self._trunk_path = _trunk_path(model, path)
+        self.vocabulary: VocabularyPart | None = None
+        """The rows of the vocabulary that the head has where tensor parallelism cuts it."""
         self._trunk_width = getattr(model.config.get_text_config(decoder=True), "hidden_size", None)
         self._span = Span()
         self._received: Tensor | None = None
+
+    def set_layout(self, layout: Layout) -> None:
+        """Called when `model` has been cut for `layout`: over which ranks sequences and vocabulary go on."""
+        self.context = ContextParallel(layout.peers("cp"), layout.cp_method) if layout.size("cp") > 1 else None
+        head = self.model.get_submodule(self._head_path)
+        piece = piece_of(head, "weight")
+        if piece is not None:
+            self.vocabulary = VocabularyPart(piece.spans[0][0], piece.shape[0], layout.peers(piece.axis))
 
     def forward(
         self,
@@ -133,7 +153,8 @@ class CausalLM(nn.Module):
         """What `objective` returns; of a span that ends at a block, that block's output. `received` is a later span's input."""
         self._span, self._received = span or Span(), received
         try:
-            return objective(self, batch)
+            with self.documents(batch):
+                return objective(self, batch)
         except _Left as left:
             return left.hidden_states
         finally:
@@ -159,6 +180,11 @@ class CausalLM(nn.Module):
         except _Captured as captured:
             return captured.hidden_states
         raise ModelError(f"{type(self.model).__name__} did not call its output embedding in its forward")
+
+    def input_of(self, block: str, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """The hidden states that a block is given. Call it as an objective: the forward ends there."""
+        self._span = Span(replaced={block: _CapturingBlock(self.model.get_submodule(block))})
+        return self.hidden_states(input_ids, position_ids, attention_mask)
 
     def _begin_and_end(self) -> dict[str, nn.Module]:
         """What stands in the place of modules where the pass at hand begins and ends."""

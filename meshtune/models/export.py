@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -13,12 +14,11 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import cached_file
+from transformers.utils import ContextManagers, cached_file
 
 from meshtune.models import hub
-from meshtune.models.blocks import unit_names
+from meshtune.models.gathering import whole_tensors
 from meshtune.models.naming import CheckpointNames
 from meshtune.models.shards import Shards, write_json
 from meshtune.models.source import Source, safetensors_header, stored_dtypes
@@ -44,7 +44,7 @@ def export(
     on every rank if rank 0 cannot write.
     """
     stored = stored_dtypes(source)
-    names = CheckpointNames(model, stored)
+    names = CheckpointNames(_whole_on_meta(model), stored)
     chosen = dtype or (None if source.section.dtype == "auto" else source.export_dtype)
 
     def add(tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -56,7 +56,7 @@ def export(
 
     with _OnWriter(folder) as writer:
         shards = writer.do(lambda: Shards(_empty_beside(folder), max_shard_bytes))
-        for state in _whole_tensors(model, writer.writes, names.left_out()):
+        for state in whole_tensors(model, names.left_out()):
             writer.do(partial(add_state, state))
         writer.do(lambda: add(_unread_tensors(source, names)))
         writer.do(lambda: _finish(shards, model, source, tokenizer, chosen, folder))
@@ -92,21 +92,13 @@ class _OnWriter:
             raise OSError(f"the model could not be written to {self.folder}: {told[0]}") from self.problem
 
 
-def _whole_tensors(model: PreTrainedModel, writer: bool, left_out: set[str]) -> Iterator[dict[str, Tensor]]:
-    """State dict of one block at a time, gathered; empty on ranks that do not write."""
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
-    units = unit_names(model)
-    blocks: dict[str, list[str]] = {}
-    for name in state:
-        blocks.setdefault(next((unit for unit in units if name.startswith(f"{unit}.")), ""), []).append(name)
-    for names in blocks.values():
-        block = {}
-        for name in names:
-            tensor = state[name].detach()
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if writer:
-                block[name] = whole.cpu()
-        yield block
+def _whole_on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    """The model whose parts the ranks hold, by names and shapes."""
+    config = copy.deepcopy(model.config)
+    with ContextManagers(type(model).get_init_context(model.dtype, False, False, None)):
+        whole = type(model)(config)
+    whole.tie_weights()
+    return whole
 
 
 def _unread_tensors(source: Source, names: CheckpointNames) -> Iterator[tuple[str, Tensor]]:

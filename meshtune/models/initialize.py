@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
 from meshtune.errors import ModelError
+from meshtune.layout.pieces import named_pieces, piece_of, whole_shape
 from meshtune.models.blocks import unit_names
 from meshtune.models.constructed import Constructed
-from meshtune.models.placing import has_value, own_slice, parameter_like, without_value
+from meshtune.models.placing import has_value, local_of, own_slice, parameter_like, without_value
 
 _CPU = torch.device("cpu")
 _Members = list[tuple[str, nn.Module]]
@@ -137,7 +138,9 @@ class _Tensor:
     def keep_own_part(self, device: torch.device) -> None:
         current = self.held[self.name]
         if self.is_parameter:
-            own = own_slice(current.data, self.meta).to(device, copy=isinstance(self.meta, DTensor))
+            piece = piece_of(self.owner, self.name)
+            cut = piece is not None or isinstance(self.meta, DTensor)
+            own = own_slice(current.data, self.meta, piece).to(device, copy=cut)
             self.held[self.name] = parameter_like(own, self.meta)
         else:
             self.held[self.name] = current.to(device)
@@ -148,7 +151,8 @@ def _materialize(path: str, module: nn.Module) -> Iterator[_Tensor]:
     kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     for held in kinds:
         for name, meta in _meta(held).items():
-            whole = without_value(torch.empty(meta.shape, dtype=meta.dtype, device="meta"), _CPU)
+            shape = whole_shape(meta.shape, piece_of(module, name))
+            whole = without_value(torch.empty(shape, dtype=meta.dtype, device="meta"), _CPU)
             held[name] = nn.Parameter(whole, meta.requires_grad) if isinstance(meta, nn.Parameter) else whole
             yield _Tensor(f"{path}.{name}" if path else name, module, name, meta)
 
@@ -156,12 +160,13 @@ def _materialize(path: str, module: nn.Module) -> Iterator[_Tensor]:
 @torch.no_grad()
 def fill(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
     """Copy whole tensors, named as in the model's state dict, into a (sharded) model. Raises ModelError by name."""
+    pieces = named_pieces(model)
     for name, tensor in model.state_dict().items():
-        if name not in weights or weights[name].shape != tensor.shape:
+        shape = whole_shape(tensor.shape, pieces.get(name))
+        if name not in weights or weights[name].shape != shape:
             found = tuple(weights[name].shape) if name in weights else "nothing"
-            raise ModelError(f"{name} should have shape {tuple(tensor.shape)}, but {found} was given")
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        local.copy_(own_slice(weights[name], tensor))
+            raise ModelError(f"{name} should have shape {shape}, but {found} was given")
+        local_of(tensor).copy_(own_slice(weights[name], tensor, pieces.get(name)))
 
 
 def _seed_of(seed: int, name: str) -> int:

@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from meshtune.layout.pieces import Piece, Rectangle
 
-def own_slice(whole: Tensor, like: Tensor) -> Tensor:
-    """What this rank holds of `whole` if it is laid out as `like` is."""
+
+def own_slice(whole: Tensor, like: Tensor, piece: Piece | None = None) -> Tensor:
+    """What this rank holds of `whole` if it is laid out as `like` is, which may itself be a piece of it."""
+    if piece is not None:
+        whole = piece.of(whole)
     if not isinstance(like, DTensor):
         return whole
-    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    offset, shape = own_box(like)
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
         whole = whole.narrow(dim, min(start, whole.shape[dim]), length)
     return whole.contiguous()
+
+
+def own_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offset, shape) of what this rank holds of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset), tuple(shape)
+
+
+def own_rectangles(tensor: Tensor, piece: Piece | None) -> list[Rectangle]:
+    """Where what this rank holds lies in the whole tensor."""
+    offset, shape = own_box(tensor)
+    if piece is not None:
+        return list(piece.rectangles(offset, shape))
+    return [Rectangle(offset, (0,) * len(shape), shape)] if math.prod(shape) else []
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def parameter_like(local: Tensor, like: Tensor) -> nn.Parameter:

@@ -25,9 +25,10 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
+from meshtune.layout.pieces import named_pieces
 from meshtune.models.blocks import unit_names
 from meshtune.models.naming import Renaming
-from meshtune.models.placing import own_slice, parameter_like, without_value
+from meshtune.models.placing import own_box, own_rectangles, own_slice, parameter_like, without_value
 
 Stored = Mapping[str, Any]
 
@@ -52,10 +53,13 @@ def read(
 
     Returns transformers' report, in which what could not be filled is missing.
     """
-    sliced, cut = _routes(model, stored, load_config(model, device).weight_mapping or [])
+    sliced, cut, parts = _routes(model, whole, stored, load_config(model, device).weight_mapping or [])
     info, _ = convert_and_load_state_dict_in_model(
         model, {name: stored[name] for name in sliced}, load_config(model, device)
     )
+    for name, target in parts.items():
+        _put(model, target, _own_part(stored[name], model, target, device))
+        info.missing_keys.discard(target)
     for names in cut:
         convert_and_load_state_dict_in_model(
             whole, {name: stored[name] for name in names}, load_config(whole, torch.device("cpu"))
@@ -71,27 +75,54 @@ def read(
     return info
 
 
-def _routes(model: PreTrainedModel, stored: Stored, conversions: list) -> tuple[list[str], list[list[str]]]:
-    """Names to read in slices, and names to read whole, those of a block together."""
-    names, units, own = Renaming(model, conversions), unit_names(model), model.state_dict()
+def _routes(
+    model: PreTrainedModel, whole: PreTrainedModel, stored: Stored, conversions: list
+) -> tuple[list[str], list[list[str]], dict[str, str]]:
+    """Names to read in slices, names to read whole (those of a block together), and names of which a piece is read, each with
+    the parameter that it is for. What only other stages of a pipeline have is not read."""
+    names, units, own, pieces = Renaming(whole, conversions), unit_names(whole), model.state_dict(), named_pieces(model)
+    elsewhere = whole.state_dict().keys() - own.keys()
     sliced: list[str] = []
     cut: dict[str, list[str]] = {}
+    parts: dict[str, str] = {}
     for name, tensor in stored.items():
         target, converter = names(name)
         meta = own.get(target)
-        if converter is None or not isinstance(meta, DTensor):
+        if target in elsewhere:
+            continue
+        if target in pieces and converter is None:
+            parts[name] = target
+        elif target not in pieces and (converter is None or not isinstance(meta, DTensor)):
             sliced.append(name)
-        elif not _converts_slices(converter, meta, len(_shape(tensor))):
+        elif (
+            target not in pieces
+            and isinstance(meta, DTensor)
+            and _converts_slices(converter, meta, len(_shape(tensor)))
+        ):
+            if meta.to_local().numel():
+                sliced.append(name)
+        else:
             block = next((unit for unit in units if target.startswith(f"{unit}.")), "")
             cut.setdefault(block, []).append(name)
-        elif meta.to_local().numel():
-            sliced.append(name)
-    return sliced, list(cut.values())
+    return sliced, list(cut.values()), parts
 
 
-def _converts_slices(converter: WeightConverter, target: DTensor, source_dimensions: int) -> bool:
+def _own_part(stored: Any, model: PreTrainedModel, target: str, device: torch.device) -> Tensor:
+    """This rank's part of a tensor, of which nothing else is read."""
+    meta, piece = model.state_dict()[target], named_pieces(model)[target]
+    local = torch.empty(own_box(meta)[1], dtype=meta.dtype, device=device)
+    for rectangle in own_rectangles(meta, piece):
+        box = tuple(
+            slice(start, start + length) for start, length in zip(rectangle.start, rectangle.shape, strict=True)
+        )
+        rectangle.within(local).copy_(stored[box])
+    return local
+
+
+def _converts_slices(converter: WeightConverter | None, target: DTensor, source_dimensions: int) -> bool:
     """Whether the converter, given slices of its sources, makes this rank's slice of the target."""
     sharded = {p.dim % target.ndim for p in target.placements if isinstance(p, Shard)}
+    assert converter is not None
     stack, *others = converter.operations
     if len(converter.target_patterns) > 1 or not isinstance(stack, MergeModulelist) or stack.dim != 0:
         return False
@@ -105,11 +136,12 @@ def _converts_slices(converter: WeightConverter, target: DTensor, source_dimensi
 
 def _take_over(model: PreTrainedModel, whole: PreTrainedModel, device: torch.device) -> list[str]:
     """Give `model` its part of every tensor that `whole` holds for real, which goes back to meta. Returns their names."""
+    pieces = named_pieces(model)
     taken = [name for name, tensor in whole.state_dict().items() if not tensor.is_meta]
     for name in taken:
         tensors, leaf = _place(whole, name)
         tensor = tensors[leaf].data
-        _put(model, name, own_slice(tensor, model.state_dict()[name]).to(device, copy=True))
+        _put(model, name, own_slice(tensor, model.state_dict()[name], pieces.get(name)).to(device, copy=True))
         _put(whole, name, tensor.to("meta"))
     return taken
 

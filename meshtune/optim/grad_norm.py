@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,16 +15,30 @@ from meshtune.errors import TrainingError
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
-ShardedOver = tuple[DeviceMesh | None, tuple[int, ...]]
+
+class Peers(Protocol):
+    """Ranks that hold different parameters or parts: see `meshtune.layout.peers`."""
+
+    def all_reduce(self, tensor: Tensor, operation: str = "sum") -> Tensor: ...
 
 
-def grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+ShardedOver = tuple[DeviceMesh | None, tuple[int, ...], Peers | None]
+
+
+def grad_norm(
+    parameters: Iterable[nn.Parameter], parts: Mapping[nn.Parameter, Peers] | None = None, stages: Peers | None = None
+) -> Tensor:
     """The L2 norm of all gradients together, the same on every rank.
 
     A sharded gradient counts with its local part, summed over exactly the mesh dimensions in which its
     parameter is sharded; what is replicated counts once. A plain tensor counts as it is, so it must already
     be the same on all ranks, as DDP leaves it. Every rank must give the same parameters in the same order: a
     parameter without a gradient counts 0, and its rank still takes part in the sum.
+
+    Args:
+        parameters: those of this rank that count; of a weight that several stages of a pipeline hold, one of them.
+        parts: for parameters that are parts themselves, the ranks that hold the others.
+        stages: ranks that hold other parameters.
 
     Returns:
         0-d float32 on the parameters' device; inf or NaN in a gradient shows in it.
@@ -36,13 +51,14 @@ def grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     device: torch.device | None = None
     for parameter in parameters:
         device = device or parameter.device
-        gradients = groups.setdefault(_sharded_over(parameter), [])
+        gradients = groups.setdefault((*_sharded_over(parameter), (parts or {}).get(parameter)), [])
         if parameter.grad is not None:
             gradients.append(_local_gradient(parameter))
     if device is None:
         raise TrainingError("the gradient norm needs at least one parameter")
     squares = [_sum_of_squares(gradients, key, device) for key, gradients in groups.items()]
-    return torch.stack(squares).sum().sqrt()
+    total = torch.stack(squares).sum()
+    return (total if stages is None else stages.all_reduce(total)).sqrt()
 
 
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float | None, norm: Tensor) -> None:
@@ -61,7 +77,7 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float | None, 
         torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
-def _sharded_over(parameter: Tensor) -> ShardedOver:
+def _sharded_over(parameter: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
     """The mesh of a parameter and those of its dimensions that hold parts; (None, ()) for a plain tensor."""
     if not isinstance(parameter, DTensor):
         return None, ()
@@ -94,8 +110,8 @@ def _sum_of_squares(gradients: list[Tensor], sharded_over: ShardedOver, device: 
     if gradients:
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         total += torch.stack(norms).square().sum()
-    mesh, dims = sharded_over
+    mesh, dims, peers = sharded_over
     if mesh is not None:
         for dim in dims:
             dist.all_reduce(total, group=mesh.get_group(dim))
-    return total
+    return total if peers is None else peers.all_reduce(total)

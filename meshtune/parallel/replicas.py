@@ -35,6 +35,11 @@ class Replicas:
         self._ddp.require_backward_grad_sync = self._last
         return self._ddp(*args)
 
+    @property
+    def gradient_divisor(self) -> int:
+        """What the reduction divides gradients by; a loss multiplied with it gives the sum over all ranks."""
+        return self._layout.size("loss")
+
     def set_last_micro_batch(self, last: bool) -> None:
         """Only the backward after the last one averages."""
         self._last = last
@@ -47,7 +52,7 @@ class Replicas:
         leaves = reached(self._root.output)
         missing = any(id(p) not in leaves for p in self._root.parameters() if p.requires_grad)
         anywhere = torch.tensor(int(missing), device=next(self._root.parameters()).device)
-        group = self._layout.group("batch")
+        group = self._layout.group("loss")
         dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group)
         # Weights are equal as they were loaded, buffers follow from the config: there is nothing to synchronise.
         return DistributedDataParallel(

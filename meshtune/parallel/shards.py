@@ -38,8 +38,17 @@ class Shards:
     def __call__(self, *args: Any) -> Any:
         output = self._root(*args)
         if self._unreached is None and torch.is_grad_enabled():
-            self._unreached = self._find_unreached(output)
+            self.watch(reached(output))
         return output
+
+    def watch(self, leaves: set[int]) -> None:
+        """Learn which parameters no rank reaches, from the `id`s of the leaves that training reaches on this one."""
+        self._unreached = self._find_unreached(leaves)
+
+    @property
+    def gradient_divisor(self) -> int:
+        """What the reduction divides gradients by; a loss multiplied with it gives the sum over all ranks."""
+        return 1
 
     def set_last_micro_batch(self, last: bool) -> None:
         """Shards are reduced at each micro-batch, so that no full gradient is ever kept; the copies of HSDP at the last."""
@@ -56,8 +65,7 @@ class Shards:
             if not keep:
                 parameter.grad = None
 
-    def _find_unreached(self, output: Any) -> list[str]:
-        leaves = reached(output)
+    def _find_unreached(self, leaves: set[int]) -> list[str]:
         found = {name: id(p) in leaves for name, p in self._whole_parameters() if p.requires_grad}
         anywhere = self._on_any_rank(list(found.values()))
         missed = self._on_any_rank([not is_reached for is_reached in found.values()])
@@ -70,7 +78,7 @@ class Shards:
         return [name for name, is_reached in zip(found, anywhere, strict=True) if not is_reached]
 
     def _whole_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that the graph knows: a block's exist between `unshard` and `reshard`, the root's since its forward."""
+        """Those that the graph knows: they exist while a unit is unsharded. The root stays so until its next backward."""
         units = [name for name, module in self._root.named_modules() if name and isinstance(module, FSDPModule)]
         for prefix in units:
             unit = self._root.get_submodule(prefix)
@@ -78,6 +86,7 @@ class Shards:
             unit.unshard()
             yield from ((f"{prefix}.{name}", parameter) for name, parameter in unit.named_parameters())
             unit.reshard()
+        self._sharded.unshard()
         for name, parameter in self._root.named_parameters():
             if not any(name.startswith(f"{prefix}.") for prefix in units):
                 yield name, parameter
@@ -85,7 +94,7 @@ class Shards:
     def _on_any_rank(self, flags: list[bool]) -> list[bool]:
         device = next(self._root.parameters()).device
         shared: Tensor = torch.tensor(flags, dtype=torch.int32, device=device)
-        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._layout.group("batch"))
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._layout.group("loss"))
         return [bool(flag) for flag in shared.tolist()]
 
 

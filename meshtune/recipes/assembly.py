@@ -10,13 +10,14 @@ import torch
 from meshtune.checkpoint import checkpoint
 from meshtune.data.loader import Loader, validation_batches
 from meshtune.data.order import GlobalOrder
-from meshtune.layout import Plan, Rule
 from meshtune.models import hf
 from meshtune.models.causal_lm import CausalLM
+from meshtune.models.documents import reopening
 from meshtune.models.initialize import fill, initialize
 from meshtune.observe import mean_document_length, training_flops_per_token
 from meshtune.parallel import Parallel, Settings, replicate, shard
 from meshtune.recipes.objectives import next_token
+from meshtune.recipes.plans import declare
 from meshtune.training.loop import Fit
 from meshtune.training.reporting import Reporter
 from meshtune.training.signals import SignalStop
@@ -32,10 +33,10 @@ def build_model(setup: Setup, weights: Mapping[str, torch.Tensor] | None) -> tup
     source, device = setup.plan.source, setup.world.device
     training = setup.recipe.training
     dtype = torch.bfloat16 if setup.precision == "bf16" else torch.float32
-    settings = Settings(dtype, training.activation_checkpointing, training.compile)
+    settings = Settings(dtype, training.activation_checkpointing, training.compile, reopening)
     model = hf.build(source, setup.attention.implementation)
     root = CausalLM(model)
-    plan = Plan(tuple(Rule(name) for name in hf.unit_names(model)))
+    plan = declare(model, setup.findings, setup.layout)
     shard(root, model, setup.layout, plan, settings)
     if setup.resume is not None:
         initialize(model, None, device)
@@ -46,7 +47,7 @@ def build_model(setup: Setup, weights: Mapping[str, torch.Tensor] | None) -> tup
         initialize(model, setup.recipe.seed, device)
     else:
         setup.world.all_together(lambda: hf.load(model, source, device))
-    return root, replicate(root, setup.layout, settings)
+    return root, replicate(root, model, setup.layout, plan, settings)
 
 
 def assemble(setup: Setup, parallel: Parallel, stop: SignalStop) -> tuple[Fit, TrainState, Reporter]:
@@ -158,7 +159,7 @@ def _flops_per_token(setup: Setup) -> float:
         if id(p) not in embedding
     )
     heads = getattr(config, "num_attention_heads", 0)
-    size = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
+    size = heads * (config.to_dict().get("head_dim") or config.hidden_size // max(heads, 1))
     supervised = int(data.supervised_counts.sum()) / max(int(data.lengths.sum()), 1)
     layers = getattr(config, "num_hidden_layers", 0)
     length = mean_document_length(int(n) for n in data.lengths)

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from meshtune.config import from_mapping, load
 from meshtune.errors import RecipeError
+from meshtune.models.gathering import whole_tensors
 from meshtune.models.section import ModelSection
 from meshtune.models.source import resolve
 from meshtune.recipes.recipe import Recipe
@@ -95,6 +96,10 @@ def _trainable(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 @torch.no_grad()
 def _copy_weights(trained: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Every rank's `model` gets the whole of what the ranks have trained together."""
     own = model.state_dict()
-    for name, tensor in trained.state_dict().items():
-        own[name].copy_(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+    for block in whole_tensors(trained, left_out=set()):
+        for name, tensor in block.items():
+            own[name].copy_(tensor)
+    for tensor in own.values():
+        dist.broadcast(tensor, src=0)

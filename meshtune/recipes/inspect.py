@@ -28,6 +28,8 @@ def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
         torch.float32,
         longest_row=plan.longest_row,
         preferred=None if resume is None else resume.manifest.get("attention"),
+        context=plan.context,
+        longest_document=plan.max_seq_length,
     )
     lines = [
         plan.layout.summary(),

@@ -14,5 +14,7 @@ def next_token(model: CausalLM, batch: Batch) -> tuple[Tensor, Tensor, dict[str,
     hidden_states = model.hidden_states(batch.input_ids, batch.position_ids, batch.attention_mask)
     supervised = batch.shift_labels != -100
     targets = batch.shift_labels[supervised]
-    loss_sum = linear_cross_entropy(hidden_states[supervised], targets, model.head, model.head_parameters)
+    loss_sum = linear_cross_entropy(
+        hidden_states[supervised], targets, model.head, model.head_parameters, vocabulary=model.vocabulary
+    )
     return loss_sum, supervised.sum(), {}

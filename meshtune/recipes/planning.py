@@ -40,6 +40,12 @@ class Plan:
         return packs * self.max_seq_length
 
     @property
+    def context(self) -> tuple[int, str] | None:
+        """Over how many ranks sequences are cut, and how attention reaches across; None if they are whole."""
+        size = self.layout.size("cp")
+        return (size, self.layout.cp_method) if size > 1 else None
+
+    @property
     def pad_token_id(self) -> int:
         """Fills padding, which is known by length and never by this id."""
         return next((i for i in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id) if i is not None), 0)

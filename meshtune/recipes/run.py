@@ -72,6 +72,7 @@ class Setup:
         """`held` keeps the lock on the run folder. `rows` gives training and validation rows that are tokens already, in
         place of those that the recipe names."""
         from meshtune.models import proofs
+        from meshtune.recipes.plans import find_plan
 
         self.world, self.held = world, held
         recipe = planning.with_folder(recipe)
@@ -90,8 +91,11 @@ class Setup:
                 cache_folder() / "proofs",
                 longest_row=self.plan.longest_row,
                 preferred=None if self.resume is None else self.resume.manifest.get("attention"),
+                context=self.plan.context,
+                longest_document=self.plan.max_seq_length,
             )
         )
+        self.findings = world.from_first(lambda: find_plan(self.plan))
         self.train_data, self.validation_data = world.each_node_first(lambda: (rows or prepare)(self.plan))
         self.course = world.all_together(lambda: planning.course(self.plan, self.train_data))
         self.resume, changes = world.from_first(self._open_folder)
@@ -181,6 +185,7 @@ def describe(setup: Setup, changes: list[str]) -> list[str]:
         f"run folder  {setup.run}",
         f"layout      {setup.layout.summary()}",
         f"batch       {plan.sizes.summary()}",
+        *(f"tensor      {note}" for note in (setup.findings.notes() if setup.findings else [])),
         f"attention   {setup.attention.description}{_by_auto(recipe.model.attention)}",
         f"precision   {setup.precision} compute{_by_auto(recipe.training.precision)}",
         *(f"data        {line}" for line in setup.train_data.report.summary()),

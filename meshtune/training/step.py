@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,10 +15,7 @@ from meshtune.errors import TrainingError
 from meshtune.layout import Layout
 from meshtune.models.causal_lm import CausalLM
 from meshtune.optim.grad_norm import clip_grad_norm_, grad_norm
-from meshtune.parallel import Parallel
-
-Objective = Callable[[CausalLM, Batch], tuple[Tensor, Tensor, dict[str, Tensor]]]
-"""From model and batch to (loss_sum, count, metrics), all over this batch only; what a recipe hands to `fit`."""
+from meshtune.parallel import Objective, Parallel
 
 
 class Stop(Protocol):
@@ -69,15 +66,15 @@ class TrainStep:
     def __call__(self, batches: Sequence[Batch], step: int, learning_rate: float) -> StepResult:
         """Train on this rank's `batches` of 0-based optimizer step `step`. Raises TrainingError before the update if loss or
         gradient norm is not finite."""
-        seed_ranks(self.seed, step, self.layout.rank("batch"))
+        seed_ranks(self.seed, step, self.layout.rank("loss"))
         supervised, tokens, interrupts, terminations = self._totals(batches)
         if supervised == 0:
             raise TrainingError(
                 f"step {step + 1}: no token of the global batch is supervised, so there is no loss to train on"
             )
-        loss_sum = self._backward(batches, self.parallel.gradient_divisor / supervised)
-        dist.all_reduce(loss_sum, group=self.layout.group("loss"))
-        norm = grad_norm(self._parameters())
+        loss_sum = self.parallel.train(self.objective, [batch.to(self.device) for batch in batches], 1 / supervised)
+        loss_sum = total_loss(loss_sum, self.layout)
+        norm = grad_norm(self._parameters(), self.parallel.parts)
         result = StepResult(loss_sum / supervised, loss_sum, norm, tokens, supervised, interrupts, terminations)
         self._check_finite(result, step)
         clip_grad_norm_(self._parameters(), self.max_grad_norm, norm)
@@ -90,23 +87,13 @@ class TrainStep:
     def _totals(self, batches: Sequence[Batch]) -> list[int]:
         """Supervised and real tokens of the global batch, and the signals received, in one reduction."""
         local = [sum(b.supervised_tokens for b in batches), sum(b.tokens for b in batches)]
+        if not self.layout.counts_rows:
+            local = [0, 0]
         totals = torch.tensor(
             [*local, *(self.stop.requested() if self.stop else (0, 0))], dtype=torch.int64, device=self.device
         )
-        dist.all_reduce(totals, group=self.layout.group("loss"))
+        dist.all_reduce(totals, group=self.layout.group("world"))
         return [int(n) for n in totals.tolist()]
-
-    def _backward(self, batches: Sequence[Batch], scale: float) -> Tensor:
-        total = _zero(self.device)
-        for index, batch in enumerate(batches):
-            batch = batch.to(self.device)
-            self.parallel.set_last_micro_batch(index == len(batches) - 1)
-            with self.model.documents(batch):
-                loss_sum, _, _ = self.parallel(self.objective, batch)
-                (loss_sum * scale).backward()
-            total += loss_sum.detach()
-        self.parallel.settle_gradients()
-        return total
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -144,20 +131,21 @@ def validate(
     """Token-weighted loss over every row of `batches` (this rank's share of each), whatever the batch size or world."""
     was_training = model.training
     model.eval()
-    loss_sum, count = _zero(device), 0
+    losses, count = [], 0
     for batch in (batch.to(device) for share in batches for batch in share):
-        with model.documents(batch):
-            loss_sum += parallel(objective, batch)[0]
+        losses.append(parallel.evaluate(objective, batch))
         count += batch.supervised_tokens
     model.train(was_training)
-    counted = torch.tensor(count, dtype=torch.int64, device=device)
-    dist.all_reduce(loss_sum, group=layout.group("loss"))
-    dist.all_reduce(counted, group=layout.group("loss"))
+    counted = torch.tensor(count if layout.counts_rows else 0, dtype=torch.int64, device=device)
+    dist.all_reduce(counted, group=layout.group("world"))
+    loss_sum = total_loss(torch.stack(losses).sum(), layout)
     if counted == 0:
         raise TrainingError("validation: no token of the validation rows is supervised")
     return {"validation_loss": float(loss_sum / counted), "validation_tokens": int(counted)}
 
 
-def _zero(device: torch.device) -> Tensor:
-    """A sum of losses is kept in float64 where the device has it."""
-    return torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+def total_loss(loss_sum: Tensor, layout: Layout) -> Tensor:
+    """Over all ranks, of which those that differ in tp alone have computed the same."""
+    own = loss_sum if layout.rank("tp") == 0 else torch.zeros_like(loss_sum)
+    dist.all_reduce(own, group=layout.group("world"))
+    return own

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from meshtune.errors import ModelError
-from meshtune.layout import DistributedSection, Layout, Plan, Rule
+from meshtune.layout import DistributedSection, Layout, Plan
 from meshtune.models import hf
 from meshtune.models.causal_lm import CausalLM
 from meshtune.models.export import export
@@ -41,7 +41,7 @@ def sharded(source: Source, replicas: int = 1, strategy: str = "fsdp2", **settin
     root = CausalLM(model)
     section = DistributedSection(strategy=strategy, dp_replicate_size=replicas)
     layout = Layout.resolve(section, dist.get_world_size()).connect()
-    shard(root, model, layout, Plan(tuple(Rule(name) for name in hf.unit_names(model))), Settings(**settings))
+    shard(root, model, layout, Plan(tuple(hf.unit_names(model))), Settings(**settings))
     return root
 
 
@@ -220,7 +220,7 @@ def write(folder: str, names: list[str], strategy: str) -> list[str]:
         root = sharded(source, strategy=strategy, activation_checkpointing="full")
         hf.load(root.model, source, CPU)
         layout = Layout.resolve(DistributedSection(strategy=strategy), dist.get_world_size()).connect()
-        replicate(root, layout, Settings())
+        replicate(root, root.model, layout, Plan(), Settings())
         export(root.model, source, None, Path(folder) / f"{strategy}-{name}")
     try:
         export(root.model, source, _Full(), Path(folder) / "failed")

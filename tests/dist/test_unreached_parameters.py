@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshtune.layout import DistributedSection, Layout, Plan, Rule
+from meshtune.layout import DistributedSection, Layout, Plan
 from meshtune.optim.section import OptimizerSection
 from meshtune.parallel import Parallel, Settings, replicate, shard
 from tests.ranks import Ranks
@@ -38,14 +40,17 @@ class Root(nn.Module):
         self.head = nn.Linear(WIDTH, 1)
         self.forwards = 0
 
-    def forward(self, rows: list[tuple[Tensor, int]]) -> tuple[Tensor, None]:
+    def forward(self, objective: Any, rows: list[tuple[Tensor, int]]) -> Any:
+        return objective(self, rows)
+
+    def run(self, rows: list[tuple[Tensor, int]]) -> tuple[Tensor, None, dict[str, Tensor]]:
         self.forwards += 1
         losses = []
         for x, expert in rows:
             for index, layer in enumerate(self.layers):
                 x = layer(x, (expert + index) % 3)
             losses.append(self.head(x).square().sum())
-        return torch.stack(losses).sum(), None
+        return torch.stack(losses).sum(), None, {}
 
 
 def micro_batch(step: int, part: int, rank: int, expert_of: str) -> list[tuple[Tensor, int]]:
@@ -65,7 +70,7 @@ def one_process(ranks: int, expert_of: str) -> dict[str, Tensor]:
     for step in range(STEPS):
         for part in range(2):
             for rank in range(ranks):
-                root(micro_batch(step, part, rank, expert_of))[0].backward()
+                root.run(micro_batch(step, part, rank, expert_of))[0].backward()
         update.step()
         update.zero_grad()
     return {name: parameter.detach() for name, parameter in root.named_parameters()}
@@ -74,15 +79,13 @@ def one_process(ranks: int, expert_of: str) -> dict[str, Tensor]:
 def many_processes(section: DistributedSection, expert_of: str) -> tuple[dict[str, Tensor], int]:
     layout = Layout.resolve(section, dist.get_world_size()).connect()
     root = Root()
-    shard(root, root, layout, Plan((Rule("layers.*"),)), Settings())
-    parallel: Parallel = replicate(root, layout, Settings())
+    plan = Plan(("layers.0", "layers.1"))
+    shard(root, root, layout, plan, Settings())
+    parallel: Parallel = replicate(root, root, layout, plan, Settings())
     update = optimizer(root)
     for step in range(STEPS):
-        for part in range(2):
-            parallel.set_last_micro_batch(part == 1)
-            loss, _ = parallel(micro_batch(step, part, dist.get_rank(), expert_of))
-            (loss * parallel.gradient_divisor).backward()
-        parallel.settle_gradients()
+        batches = [micro_batch(step, part, dist.get_rank(), expert_of) for part in range(2)]
+        parallel.train(lambda root, rows: root.run(rows), batches, 1.0)
         update.step()
         update.zero_grad()
     weights = {name: parameter.detach() for name, parameter in root.named_parameters()}
