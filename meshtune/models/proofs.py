@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,10 +20,9 @@ from transformers.utils import is_flash_attn_2_available
 
 from meshtune.errors import ModelError
 from meshtune.models.attention import DOCUMENT_ATTENTION
+from meshtune.models.cutting import cannot_be_cut
 from meshtune.models.source import Source
 from meshtune.models.trial import Trial
-
-_ATTENTION_DROPOUT = re.compile(r"att(ention|n)_.*drop")
 
 
 @dataclass(frozen=True)
@@ -45,14 +43,19 @@ def choose_attention(
     longest_row: int = 0,
     preferred: str | None = None,
     context: tuple[int, str] | None = None,
+    longest_document: int | None = None,
 ) -> Attention:
     """What `model.attention` asks for, or for `auto` the first that runs exactly here.
 
     `longest_row` is the most tokens that a packed micro-batch may have; `preferred` is what `auto` chose when the run began;
-    `context` is the number of ranks over which sequences are cut, if more than one, and the method of attention over them.
+    `context` is the number of ranks over which sequences are cut, if more than one, and the method of attention over them;
+    `longest_document` is the most tokens that a document may have, if fewer than a row.
     Raises ModelError with the reasons if none does: before any weight is read.
     """
     if context is not None and context[0] > 1:
+        if problem := cannot_be_cut(source, longest_document or longest_row, *context):
+            name = source.model_class.__name__
+            raise ModelError(f"distributed.cp_size: {context[0]} cannot run {name}: {problem}")
         return _attention_over_ranks(source, packing, device, cache, longest_row, context)
     passes_positions = packing and longest_row > (source.max_positions or longest_row)
     trial = Trial(source, packing, device, passes_positions)
@@ -77,9 +80,6 @@ def _attention_over_ranks(
     source: Source, packing: bool, device: torch.device, cache: Path | None, longest_row: int, context: tuple[int, str]
 ) -> Attention:
     size, method = context
-    name = source.model_class.__name__
-    if problem := _cannot_be_cut(source, longest_row, size, method):
-        raise ModelError(f"distributed.cp_size: {size} cannot run {name}: {problem}")
     passes_positions = packing and longest_row > (source.max_positions or longest_row)
     facts = [packing, passes_positions, method]
     record = _record(source, DOCUMENT_ATTENTION, facts, device, torch.float32, cache)
@@ -88,25 +88,11 @@ def _attention_over_ranks(
         reason = trial(DOCUMENT_ATTENTION, torch.float32) or trial.cut(method)
         if reason is not None:
             raise ModelError(
-                f"distributed.cp_size: {size} cannot run {name}, whose tokens must meet in causal attention and nowhere else; "
-                f"write `cp_size: 1`\n  {_describe(DOCUMENT_ATTENTION)}: {reason}"
+                f"distributed.cp_size: {size} cannot run {source.model_class.__name__}, whose tokens must meet in causal "
+                f"attention and nowhere else; write `cp_size: 1`\n  {_describe(DOCUMENT_ATTENTION)}: {reason}"
             )
     _keep(record)
     return Attention(DOCUMENT_ATTENTION, f"{_describe(DOCUMENT_ATTENTION)}, over {size} ranks by {method}")
-
-
-def _cannot_be_cut(source: Source, longest_row: int, size: int, method: str) -> str | None:
-    """What the twin would not show, because the recipe's own sizes matter."""
-    if source.section.attention not in ("auto", "sdpa"):
-        return f"attention over ranks is ours; write `model.attention: auto`, not {source.section.attention}"
-    config = source.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", None)
-    if method == "ulysses" and isinstance(heads, int) and heads % size:
-        return f"its {heads} attention heads cannot be shared out over {size} ranks; write `cp_method: allgather` or `ring`"
-    dropouts = [name for name, value in config.to_dict().items() if _ATTENTION_DROPOUT.match(name) and value]
-    if method == "ring" and dropouts:
-        return f"its config sets {dropouts[0]}, which ring attention cannot do; set it to 0, or write `cp_method: allgather`"
-    return None
 
 
 def _candidates(source: Source, packing: bool, device: torch.device, compute_dtype: torch.dtype) -> list[str]:

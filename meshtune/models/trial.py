@@ -229,4 +229,6 @@ def _difference(found: Tensor, wanted: Tensor) -> float:
 def _reason(error: Exception) -> str:
     if isinstance(error, ValueError | ImportError) and "support" in str(error):
         return "transformers does not offer it for this architecture, or not on this machine"
+    if isinstance(error, KeyError) and error.args == (DOCUMENT_ATTENTION,):
+        return "this architecture does not call attention through transformers' attention interface"
     return f"does not run ({one_line(error)})"

@@ -129,3 +129,23 @@ def test_bfloat16_is_within_its_rounding(method: str) -> None:
     for a, b in zip(found, exact, strict=True):
         assert a.dtype == torch.bfloat16
         torch.testing.assert_close(a.float(), b, rtol=4e-2, atol=4e-2 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_autocast_reaches_every_method(method: str) -> None:
+    """Rotary embeddings may leave queries and keys in another dtype than values."""
+    q, k, v, sinks, weights = _inputs(heads=4, kv_heads=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = _attend([q, k, v, sinks, weights], {}, LENGTHS)
+
+    def work(rank: Layout) -> Tensor:
+        peers = rank.peers("cp")
+        tokens = zigzag.own_tokens(sum(LENGTHS), 2, peers.rank)
+        own = [q[:, :, tokens], k[:, :, tokens], v[:, :, tokens].bfloat16(), sinks, weights[:, tokens]]
+        with torch.autocast("cpu", torch.bfloat16):
+            return _attend(own, {}, LENGTHS, ContextParallel(peers, method))[0]
+
+    parts = simulate(Layout({axis: 2 if axis == "cp" else 1 for axis in AXES}), work)
+    found = zigzag.in_sequence(torch.cat(parts, 1), 1, 2)
+    assert found.dtype == wanted[0].dtype == torch.bfloat16
+    torch.testing.assert_close(found, wanted[0], rtol=4e-2, atol=4e-2)

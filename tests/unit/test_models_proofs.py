@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 
 from meshtune.data.batch import Batch
 from meshtune.errors import ModelError
 from meshtune.models import attention, causal_lm, proofs, trial
 from meshtune.models.attention import DOCUMENT_ATTENTION
 from meshtune.models.proofs import choose_attention
+from meshtune.models.section import ModelSection
+from meshtune.models.source import Source
+from meshtune.models.source import causal_lm as architecture
 from meshtune.models.trial import Trial
 from tests.unit.models_tiny import tiny_source
 
@@ -234,6 +237,15 @@ def test_another_token_mixer_is_refused_with_what_would_work(name: str, packing:
     assert f"{cause} changes a document's hidden states" in str(refusal.value)
 
 
+def test_an_architecture_with_attention_of_its_own_is_refused() -> None:
+    model_class, config = architecture(
+        AutoConfig.for_model("falcon", hidden_size=48, num_hidden_layers=2, num_attention_heads=4)
+    )
+    source = Source(ModelSection(name="falcon", weights="random"), "falcon", config, model_class)
+    with pytest.raises(ModelError, match="does not call attention through transformers' attention interface"):
+        choose_attention(source, True, CPU, FP32, context=(2, "allgather"))
+
+
 def test_what_cannot_be_cut_by_its_sizes_is_refused_before_any_twin() -> None:
     with pytest.raises(ModelError, match=r"write `model\.attention: auto`, not eager"):
         _over_ranks("llama", False, "eager")
@@ -243,3 +255,15 @@ def test_what_cannot_be_cut_by_its_sizes_is_refused_before_any_twin() -> None:
         _over_ranks("llama", False, method="ulysses", size=3)
     with pytest.raises(ModelError, match="its config sets attention_dropout"):
         choose_attention(tiny_source("llama", attention_dropout=0.1), False, CPU, FP32, context=(2, "ring"))
+
+
+def test_rotary_positions_that_depend_on_the_length_of_a_document_are_refused_where_it_may_pass() -> None:
+    """The ranks of one document would not agree on its length."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
+    source = tiny_source("phi3", rope_parameters=rope, original_max_position_embeddings=32)
+    settings: dict[str, Any] = {"longest_row": 64, "context": (2, "allgather")}
+    with pytest.raises(ModelError, match="documents of more than 32 tokens"):
+        choose_attention(source, True, CPU, FP32, **settings)
+    assert (
+        choose_attention(source, True, CPU, FP32, longest_document=32, **settings).implementation == DOCUMENT_ATTENTION
+    )
