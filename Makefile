@@ -1,6 +1,7 @@
 # make demo   fine-tune a small real model on real conversations (docs/quickstart.md)
 # make test   lint, types and the whole test suite
 # make docs   write docs/recipe.md anew, from the sections of a recipe
+# make coverage   write docs/coverage.md anew: architectures of transformers on each layout, beside one process; takes minutes
 # make lint   ruff, import contracts and mypy alone
 # make clean  remove the environment, caches and build leftovers; keeps runs/ and downloaded assets
 #
@@ -20,7 +21,7 @@ endif
 RUN := $(BIN)/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test docs lint clean
+.PHONY: demo test docs coverage lint clean
 
 demo: $(INSTALLED)
 	$(RUN) examples/demo.py
@@ -30,6 +31,9 @@ test: lint
 
 docs: $(INSTALLED)
 	$(RUN) docs/generate.py
+
+coverage: $(INSTALLED)
+	$(RUN) docs/coverage.py
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshtune.verify.report import Comparison
@@ -16,23 +17,59 @@ WEIGHT = 1e-4
 # SGD's update is as large as the gradient is, so that its relative error is that of the gradient, however small the
 # parameter's part of the global norm; AdamW's tells of directions alone.
 UPDATE = 1e-2
+# Layouts round in other places than a finer cut of one process does: by so much more or less.
+_ROUNDINGS = 10
+# No difference above this is put down to rounding.
+_MOST_ROUNDING = 1e-3
 _SHOWN = 3
 
 
-def compare(ranks: Sequence[Course], reference: Course) -> Comparison:
+@dataclass(frozen=True)
+class Rounding:
+    """What two courses of one process differ by that differ in rounding alone: the largest of each kind, relative."""
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    weight: float = 0.0
+    update: float = 0.0
+
+    def allows(self, kind: str, tolerance: float) -> float:
+        return max(tolerance, _ROUNDINGS * min(getattr(self, kind), _MOST_ROUNDING))
+
+    @property
+    def note(self) -> str:
+        """Where a tolerance had to give way, and to what."""
+        tolerances = {"loss": LOSS, "grad_norm": GRAD_NORM, "weight": WEIGHT, "update": UPDATE}
+        given = [kind for kind, tolerance in tolerances.items() if self.allows(kind, tolerance) > tolerance]
+        told = ", ".join(f"{kind} {getattr(self, kind):.0e}" for kind in given)
+        return f"rounding alone changes one process by {told}; {_ROUNDINGS} times that is allowed" if given else ""
+
+
+def rounding_of(course: Course, reference: Course) -> Rounding:
+    """From two courses of one process."""
+    weights = list(course.weights.values())
+    return Rounding(
+        max(_relative(course.loss, reference.loss)),
+        max(_relative(course.grad_norm, reference.grad_norm)),
+        max(weight for weight, _ in weights),
+        max(update for _, update in weights) if course.optimizer == "sgd" else 0.0,
+    )
+
+
+def compare(ranks: Sequence[Course], reference: Course, rounding: Rounding) -> Comparison:
     """Courses of one optimizer, by rank, beside that of one process."""
     first = ranks[0]
     found = Comparison(
         first.optimizer, _relative(first.loss, reference.loss), _relative(first.grad_norm, reference.grad_norm)
     )
-    apart = {name: _badness(first.optimizer, *distance) for name, distance in first.weights.items()}
+    apart = {name: _badness(first.optimizer, rounding, *distance) for name, distance in first.weights.items()}
     if apart:
         found.worst_weight = max(apart, key=apart.__getitem__)
         found.worst_difference = first.weights[found.worst_weight][0]
     found.problems = [
         *_numbers(ranks, reference),
-        *_steps("loss", found.loss, LOSS),
-        *_steps("gradient norm", found.grad_norm, GRAD_NORM),
+        *_steps("loss", found.loss, rounding.allows("loss", LOSS)),
+        *_steps("gradient norm", found.grad_norm, rounding.allows("grad_norm", GRAD_NORM)),
         *_weights(found, first, apart),
         *_replicas(ranks),
     ]
@@ -63,9 +100,10 @@ def _steps(what: str, differences: list[float], tolerance: float) -> list[str]:
     return []
 
 
-def _badness(optimizer: str, weight: float, update: float) -> float:
+def _badness(optimizer: str, rounding: Rounding, weight: float, update: float) -> float:
     """1 where a tensor is as far off as it may be."""
-    return max(weight / WEIGHT, update / UPDATE if optimizer == "sgd" else 0.0)
+    update = update / rounding.allows("update", UPDATE) if optimizer == "sgd" else 0.0
+    return max(weight / rounding.allows("weight", WEIGHT), update)
 
 
 def _weights(found: Comparison, course: Course, apart: dict[str, float]) -> list[str]:

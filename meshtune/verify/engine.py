@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshtune.config import from_mapping
+from meshtune.errors import ModelError
 from meshtune.verify import small
-from meshtune.verify.compare import compare
+from meshtune.verify.beside import Beside
 from meshtune.verify.layouts import Trial, choose, most
-from meshtune.verify.pool import Answer, Pool, RankLostError
+from meshtune.verify.pool import Pool
 from meshtune.verify.report import Report, Verdict
 
 if TYPE_CHECKING:
     from meshtune.models.source import Source
     from meshtune.recipes.recipe import Recipe
-    from meshtune.verify.course import Course, Outcome
     from meshtune.verify.miniature import Miniature
 
 
@@ -30,6 +30,7 @@ class Prepared:
     miniature: Miniature
     trials: list[Trial]
     refused: dict[str, str]
+    experts: bool
 
 
 def verify(
@@ -64,7 +65,8 @@ def prepare_source(source: Source, recipe: Recipe, layouts: str, documents: list
     from meshtune.models.shrink import Degrees, has_experts
     from meshtune.verify import miniature
 
-    trials = choose(layouts, recipe.distributed, has_experts(source.config.to_dict()))
+    experts = has_experts(source.config.to_dict())
+    trials = choose(layouts, recipe.distributed, experts)
     ulysses = [trial for trial in trials if trial.section.cp_method == "ulysses"]
     heads = most(trials, "tp") * (most(ulysses, "cp") if ulysses else 1)
     virtual = 2 if any("interleaved" in (trial.section.pp_schedule or "") for trial in trials) else 1
@@ -72,7 +74,7 @@ def prepare_source(source: Source, recipe: Recipe, layouts: str, documents: list
     batch = small.global_batch([trial.readers for trial in trials])
     wanted = small.STEPS * batch * miniature.LONGEST
     made = miniature.build(source, Degrees(heads, most(trials, "ep"), layers), documents, wanted, folder)
-    return Prepared(made, trials, miniature.refusals(source, trials))
+    return Prepared(made, trials, miniature.refusals(source, trials), experts)
 
 
 def compare_layouts(
@@ -86,16 +88,16 @@ def compare_layouts(
     """The course of one process, then each layout's beside it. `folder` is emptied in the end."""
     begun = time.perf_counter()
     made = prepared.miniature
-    batch = small.global_batch([trial.readers for trial in prepared.trials])
-    reference = _reference(pool, recipe, made, batch, folder)
-    report = Report(name, made.architecture, made.parameters, made.sizes, recipe.data.packing, reference.attention)
+    beside = Beside(pool, recipe, made, small.global_batch([trial.readers for trial in prepared.trials]), folder)
+    facts = made.architecture, made.parameters, made.sizes, prepared.experts
+    report = Report(name, *facts, recipe.data.packing, beside.attention)
     said(report, None)
     for trial in prepared.trials:
         start = time.perf_counter()
         if trial.name in prepared.refused:
             verdict = Verdict(trial.name, trial.ranks, "refused", prepared.refused[trial.name])
         else:
-            verdict = _try(pool, recipe, made, batch, trial, folder, reference.courses)
+            verdict = beside.attempt(trial)
         verdict.seconds = time.perf_counter() - start
         report.verdicts.append(verdict)
         said(report, verdict)
@@ -104,53 +106,37 @@ def compare_layouts(
     return report
 
 
-def _reference(pool: Pool, recipe: Recipe, made: Miniature, batch: int, folder: Path) -> Outcome:
-    from meshtune.errors import ModelError
+def verify_config(pool: Pool, model_type: str, values: dict[str, Any], layouts: str) -> Report:
+    """Try `layouts` on a model that is known by its config alone: class defaults but for `values`. The rows are made up, and
+    packed where one process can train this architecture on packed rows.
 
-    recipes = small.recipes(recipe, made.model, made.longest, batch, None, folder / "one")
-    outcome: Outcome = pool.one(_run, recipes, made.rows, str(folder / "reference"), None, made.model)
-    if outcome.refused is not None:
-        raise ModelError(outcome.refused)
-    return outcome
-
-
-def _try(
-    pool: Pool, recipe: Recipe, made: Miniature, batch: int, trial: Trial, folder: Path, reference: list[Course]
-) -> Verdict:
-    runs = folder / f"runs-{trial.name}"
-    recipes = small.recipes(recipe, made.model, made.longest, batch, trial, runs)
-    folders = str(folder / f"export-{trial.name}"), str(folder / "reference")
-    answers = pool.run(trial.ranks, _run, recipes, made.rows, *folders, made.model)
-    for done in (runs, Path(folders[0])):
-        shutil.rmtree(done, ignore_errors=True)
-    broken = _first_broken(answers)
-    if broken is not None:
-        reason = f"{type(broken.error).__name__}: {broken.error}"
-        return Verdict(trial.name, trial.ranks, "failing", reason, trace=broken.trace)
-    outcomes: list[Outcome] = [answer.value for answer in answers]
-    refused = next((outcome.refused for outcome in outcomes if outcome.refused is not None), None)
-    if refused is not None:
-        return Verdict(trial.name, trial.ranks, "refused", refused)
-    by_optimizer = zip(*(outcome.courses for outcome in outcomes), strict=True)
-    comparisons = [compare(ranks, one) for ranks, one in zip(by_optimizer, reference, strict=True)]
-    problems = [f"{one.optimizer}: {problem}" for one in comparisons for problem in one.problems]
-    return Verdict(trial.name, trial.ranks, "failing" if problems else "exact", "\n".join(problems), comparisons)
+    Raises MeshtuneError where not even one process could run.
+    """
+    folder = pool.folder / "small"
+    for packing in (True, False):
+        recipe = _synthetic(model_type, packing)
+        prepared: Prepared = pool.one(_prepare_config, model_type, values, recipe, layouts, folder)
+        try:
+            return compare_layouts(pool, recipe, model_type, prepared, folder)
+        except ModelError:
+            shutil.rmtree(folder, ignore_errors=True)
+            if not packing:
+                raise
+    raise AssertionError
 
 
-def _first_broken(answers: Iterable[Answer]) -> Answer | None:
-    """The others fail because their peer has gone: the first is the cause."""
-    broken = [answer for answer in answers if answer.error is not None]
-    return min(broken, key=lambda answer: (isinstance(answer.error, RankLostError), answer.at), default=None)
+def _prepare_config(model_type: str, values: dict[str, Any], recipe: Recipe, layouts: str, folder: Path) -> Prepared:
+    from transformers import AutoConfig
+
+    from meshtune.models.source import Source, causal_lm
+    from meshtune.verify.miniature import random_documents
+
+    model_class, config = causal_lm(AutoConfig.for_model(model_type, **values))
+    source = Source(recipe.model, model_type, config, model_class)
+    return prepare_source(source, recipe, layouts, random_documents(), folder)
 
 
-def _run(*arguments: object) -> Outcome:
-    from meshtune.verify.course import run
-
-    return run(*arguments)  # type: ignore[arg-type]
-
-
-def synthetic(model_type: str, packing: bool) -> Recipe:
-    """A recipe of a model that is known by its config alone."""
+def _synthetic(model_type: str, packing: bool) -> Recipe:
     from meshtune.recipes.recipe import Recipe as Whole
 
     sections = {"model": {"name": model_type, "weights": "random"}, "training": {"learning_rate": 1e-3}}

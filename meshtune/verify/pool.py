@@ -85,6 +85,7 @@ class Pool:
         """`function(*arguments)` on one rank alone; its result, or its exception raised here."""
         (answer,) = self.run(1, function, *arguments, timeout=timeout)
         if answer.error is not None:
+            answer.error.add_note(f"on a rank:\n{answer.trace}")
             raise answer.error
         return answer.value
 

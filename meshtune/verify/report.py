@@ -25,7 +25,8 @@ class Comparison:
 
 @dataclass
 class Verdict:
-    """What became of a layout. `reason` is why it was refused or in what it fails; empty where it is exact."""
+    """What became of a layout. `reason` is why it was refused or in what it fails; empty where it is exact, of which `note` may
+    say more."""
 
     layout: str
     ranks: int
@@ -34,6 +35,7 @@ class Verdict:
     comparisons: list[Comparison] = field(default_factory=list)
     seconds: float = 0.0
     trace: str = ""
+    note: str = ""
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Report:
     architecture: str
     parameters: int
     sizes: dict[str, Any]
+    experts: bool
     packed: bool
     attention: str
     verdicts: list[Verdict] = field(default_factory=list)
@@ -78,7 +81,7 @@ def lines(verdict: Verdict) -> list[str]:
     """A line for the layout, and one for each optimizer."""
     plural = "s" * (verdict.ranks > 1)
     head = f"{verdict.status:<8} {verdict.layout:<18} {verdict.ranks} rank{plural}, {verdict.seconds:.1f} s"
-    said = [head, *(f"    {line}" for line in verdict.reason.splitlines())]
+    said = [head, *(f"    {line}" for line in (verdict.reason + verdict.note).splitlines())]
     for one in verdict.comparisons:
         said.append(
             f"    {one.optimizer:<6} loss {_each(one.loss)}   grad norm {_each(one.grad_norm)}   "

@@ -18,8 +18,8 @@ STEPS = 3
 ACCUMULATION = 2
 # Far above rounding: AdamW divides by the size of a gradient, and would make an update of the noise of a zero.
 _OPTIMIZERS: dict[str, tuple[float, dict[str, Any]]] = {
-    "sgd": (1.0, {"momentum": 0.9, "weight_decay": 0.0}),
-    "adamw": (5e-3, {"eps": 1e-5, "weight_decay": 0.1}),
+    "sgd": (0.2, {"momentum": 0.9, "weight_decay": 0.0}),
+    "adamw": (1e-3, {"eps": 1e-5, "weight_decay": 0.1}),
 }
 _MAX_GRAD_NORM = 0.1
 _KEPT = {
@@ -34,7 +34,15 @@ def global_batch(readers: Sequence[int]) -> int:
     return ACCUMULATION * math.lcm(4, *readers)
 
 
-def recipes(recipe: Recipe, model: str, longest: int, batch: int, trial: Trial | None, runs: Path) -> list[Recipe]:
+def recipes(
+    recipe: Recipe,
+    model: str,
+    longest: int,
+    batch: int,
+    trial: Trial | None,
+    runs: Path,
+    accumulation: int = ACCUMULATION,
+) -> list[Recipe]:
     """One for each optimizer; `trial` None is the reference, of one process."""
     from meshtune.recipes.recipe import Recipe as Whole
 
@@ -50,7 +58,7 @@ def recipes(recipe: Recipe, model: str, longest: int, batch: int, trial: Trial |
         values["training"] |= {
             "max_steps": STEPS,
             "global_batch_size": batch,
-            "per_device_batch_size": batch // readers // ACCUMULATION,
+            "per_device_batch_size": batch // readers // accumulation,
             "learning_rate": learning_rate,
             "max_grad_norm": _MAX_GRAD_NORM,
             "precision": "fp32",
