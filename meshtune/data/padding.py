@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,17 @@ from torch import Tensor
 
 from meshtune.data.batch import IGNORED_LABEL, Batch
 
-__all__ = ["pad", "pad_rows", "pad_to"]
+__all__ = ["alike", "pad", "pad_rows", "pad_to"]
 
 _FILLERS = {"shift_labels": IGNORED_LABEL, "attention_mask": False}
+
+
+def alike(batches: Sequence[Batch], multiple: int = 1) -> list[Batch]:
+    """The batches with as many rows, and tokens per row, as the largest has; `multiple` divides the tokens."""
+    rows = max(len(batch.input_ids) for batch in batches)
+    length = max(batch.input_ids.shape[1] for batch in batches)
+    length = -(-length // multiple) * multiple
+    return [pad_rows(pad_to(batch, length), rows) for batch in batches]
 
 
 def pad(batch: Batch, multiple: int) -> Batch:

@@ -8,7 +8,7 @@ import torch
 
 from meshtune.data.batch import Batch
 from meshtune.data.collate import collate_packed, collate_padded
-from meshtune.data.padding import pad, pad_rows, pad_to
+from meshtune.data.padding import alike, pad, pad_rows, pad_to
 
 
 def documents(*lengths: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -51,6 +51,15 @@ def test_added_rows_are_padding_throughout() -> None:
     assert more.attention_mask.sum(1).tolist() == [3, 5, 0, 0] and supervised(more) == supervised(batch)
     assert more.position_ids.tolist() == [list(range(5))] * 4 and more.tokens == batch.tokens == 8
     assert pad_rows(batch, 2) is batch
+
+
+def test_batches_are_made_alike() -> None:
+    batches = [collate_padded(documents(*lengths), pad_token_id=7) for lengths in ((3, 5), (7,), (2, 2))]
+    made = alike(batches, multiple=4)
+    assert {batch.input_ids.shape for batch in made} == {(2, 8)}
+    assert [(b.tokens, b.supervised_tokens) for b in made] == [(b.tokens, b.supervised_tokens) for b in batches]
+    packed = alike([collate_packed(documents(3, 5)), collate_packed(documents(6))])
+    assert [batch.document_lengths.tolist() for batch in packed] == [[3, 5], [6, 2]]
 
 
 def test_what_cannot_be_padded_is_an_error() -> None:

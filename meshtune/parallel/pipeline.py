@@ -1,0 +1,260 @@
+"""Pipeline parallelism: the micro-batches of an optimizer step through the stages of a model, in the order of a schedule.
+
+Every rank of a pipeline has the same micro-batches, and every stage runs the same objective on them. Only hidden states travel:
+a stage is given a micro-batch's number and finds it itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from meshtune.data.batch import Batch
+from meshtune.data.padding import alike
+from meshtune.errors import MeshtuneError, ModelError, TrainingError
+from meshtune.layout import Layout
+from meshtune.parallel.pipeline_stage import ScheduledStage
+from meshtune.parallel.shared_parameters import copy_shared, sum_shared
+from meshtune.parallel.stage_gradients import DeferredShards, ReplicatedStages, ShardedStages, StageGradients
+from meshtune.parallel.stages import STAGES_PER_RANK, Stage, Stages
+
+__all__ = ["Pipeline", "problems"]
+
+Objective = Callable[[Any, Any], Any]
+
+_SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+}
+_ZERO_BUBBLE = "interleaved_zero_bubble"
+
+
+def problems(
+    ranks: int, schedule: str, microbatches: int | None, accumulation: int, compiled: bool = False
+) -> Iterator[tuple[str, str]]:
+    """(key, message) of what a pipeline of `ranks` cannot do with `accumulation` micro-batches in an optimizer step."""
+    together = microbatches or accumulation
+    if accumulation % together:
+        yield (
+            "distributed.pp_microbatches",
+            f"{together} must divide the {accumulation} micro-batches of an optimizer step; write a divisor of it, or "
+            "change training.global_batch_size or training.per_device_batch_size",
+        )
+    elif schedule == "1f1b" and together < ranks:
+        yield (
+            "distributed.pp_schedule",
+            f"1f1b needs {ranks} micro-batches or more to go through {ranks} stages together, found {together}; lower "
+            "training.per_device_batch_size, or write `gpipe`",
+        )
+    elif STAGES_PER_RANK[schedule] > 1 and together % (rounds := max(1, together // ranks)):
+        yield (
+            "distributed.pp_microbatches",
+            f"{schedule} sends micro-batches through {ranks} ranks in {rounds} rounds, which must divide their number, found "
+            f"{together}; write a multiple of {ranks}",
+        )
+    if schedule == _ZERO_BUBBLE and compiled:
+        yield (
+            "distributed.pp_schedule",
+            f"{schedule} computes gradients of weights apart from those of inputs, which torch.compile cannot; write "
+            "`interleaved_1f1b`, or `compile: false`",
+        )
+
+
+@dataclass
+class _Work:
+    """What the stages are at."""
+
+    objective: Objective
+    batches: list[Batch]
+    scale: float
+    loss_sum: Tensor
+    last: bool = False
+
+
+class Pipeline:
+    """Trains and evaluates the stages that `cut` left of `model` in `root`, after data parallelism was applied to them.
+
+    `root` is called as `root(objective, batch, span, received)`.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        model: nn.Module,
+        stages: Stages,
+        layout: Layout,
+        schedule: str = "1f1b",
+        microbatches: int | None = None,
+    ):
+        self._root, self._model, self._stages, self._layout = root, model, stages, layout
+        self._name, self._together = schedule, microbatches
+        self._gradients = _stage_gradients(root, model, stages, layout, schedule)
+        self._schedule: tuple[tuple[Any, ...], Any] | None = None
+        self._streams: dict[torch.Size, Tensor] = {}
+        self._work: _Work | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank computes the loss; on the others it is 0."""
+        return any(stage.index == self._stages.count - 1 for stage in self._stages.local)
+
+    def share_values(self) -> None:
+        """Call once after weights are loaded: a parameter of several stages has its value from the first of them."""
+        copy_shared(self._model, self._stages.shared, self._layout)
+
+    def train(self, objective: Objective, batches: Sequence[Batch], scale: float) -> Tensor:
+        """Forward and backward of `scale` times the loss of all micro-batches of an optimizer step; gradients are then summed
+        over data parallelism and complete. Returns the sum of losses of this rank's batches, float64 0-d, 0 on all stages but
+        the last.
+
+        `batches` are the same on every rank of the pipeline. They are padded to one shape.
+        """
+        together = self._together or len(batches)
+        if len(batches) % together:
+            raise TrainingError(f"{len(batches)} micro-batches cannot go through the pipeline {together} at a time")
+        work = self._work = _Work(objective, [], scale, self._zero())
+        made = alike(batches)
+        self._gradients.begin()
+        for start in range(0, len(made), together):
+            work.batches, work.last = made[start : start + together], start + together == len(made)
+            self._run(work)
+        self._work = None
+        self._gradients.settle()
+        sum_shared(self._model, self._stages.shared, self._layout)
+        return work.loss_sum
+
+    @torch.no_grad()
+    def evaluate(self, objective: Objective, batch: Batch) -> Tensor:
+        """The sum of losses of a micro-batch, without gradients; 0 on all stages but the last."""
+        loss_sum, group, ranks = self._zero(), self._layout.group("pp"), self._layout.size("pp")
+        stream = self._stream(batch)
+        for stage in self._stages.local:
+            received = None
+            if stage.index:
+                received = torch.empty_like(stream, device=batch.input_ids.device)
+                dist.recv(received, group=group, group_src=(stage.index - 1) % ranks)
+            output = self._root(objective, batch, stage.span, received)
+            if stage.index == self._stages.count - 1:
+                loss_sum += output[0].detach()
+            else:
+                sent = self._checked(output, stream).contiguous()
+                dist.send(sent, group=group, group_dst=(stage.index + 1) % ranks)
+        return loss_sum
+
+    def _run(self, work: _Work) -> None:
+        """One run of the schedule, over micro-batches that go through the stages together."""
+        schedule = self._prepared(len(work.batches), work.batches[0])
+        numbers = torch.arange(len(work.batches))
+        first = any(stage.index == 0 for stage in self._stages.local)
+        given = (numbers,) if first else ()
+        try:
+            schedule.step(*given, number=numbers, target=numbers if self.is_last else None, return_outputs=False)
+        except RuntimeError as error:
+            if (cause := _cause(error)) is not None:
+                raise cause from None
+            raise
+
+    def _prepared(self, count: int, batch: Batch) -> Any:
+        """The schedule for micro-batches of this shape. Its buffers are those of one shape."""
+        stream = self._stream(batch)
+        key = count, stream.shape, stream.dtype
+        if self._schedule is None or self._schedule[0] != key:
+            parts = [self._scheduled(stage, stream, batch.input_ids.device) for stage in self._stages.local]
+            schedule = _SCHEDULES[self._name](
+                parts if STAGES_PER_RANK[self._name] > 1 else parts[0], count, loss_fn=_as_it_is, scale_grads=False
+            )
+            self._schedule = key, schedule
+        return self._schedule[1]
+
+    def _scheduled(self, stage: Stage, stream: Tensor, device: torch.device) -> ScheduledStage:
+        others = [f"{name}." for other in self._stages.local if other is not stage for name in other.blocks]
+
+        def parameters() -> Iterator[nn.Parameter]:
+            named = self._model.named_parameters()
+            return (p for name, p in named if not any(name.startswith(other) for other in others))
+
+        return ScheduledStage(
+            stage,
+            self._stages.count,
+            stream,
+            device,
+            self._layout.group("pp"),
+            self._forward,
+            parameters,
+            self._before_backward,
+            # The loss keeps its gradients for one backward.
+            splits_backward=self._name == _ZERO_BUBBLE and stage.index < self._stages.count - 1,
+        )
+
+    def _forward(self, stage: Stage, number: int, received: Tensor | None) -> Tensor:
+        work = self._work
+        assert work is not None
+        batch = work.batches[number]
+        output = self._root(work.objective, batch, stage.span, received)
+        self._gradients.after_forward(output)
+        if stage.index < self._stages.count - 1:
+            return self._checked(output, self._stream(batch))
+        work.loss_sum += output[0].detach()
+        return output[0] * work.scale
+
+    def _before_backward(self, stage: Stage, last: bool) -> None:
+        assert self._work is not None
+        self._gradients.before_backward(stage, last and self._work.last)
+
+    def _stream(self, batch: Batch) -> Tensor:
+        """A meta tensor like the hidden states between blocks, for a batch of this shape: as the first block is given them."""
+        shape = batch.input_ids.shape
+        if shape not in self._streams:
+            with torch.no_grad():
+                found = self._root(_input_of(self._stages.entry), batch)
+            self._streams[shape] = torch.empty_like(found, device="meta", memory_format=torch.contiguous_format)
+        return self._streams[shape].detach().requires_grad_()
+
+    def _checked(self, output: Tensor, stream: Tensor) -> Tensor:
+        if output.shape != stream.shape or output.dtype != stream.dtype:
+            raise ModelError(
+                f"distributed.pp_size: {type(self._model).__name__} hands hidden states of shape {tuple(output.shape)} in "
+                f"{output.dtype} from layer to layer, but {tuple(stream.shape)} in {stream.dtype} to its first; such a model "
+                "cannot be cut into stages; write pp_size: 1"
+            )
+        return output
+
+    def _zero(self) -> Tensor:
+        device = next(self._model.parameters()).device
+        return torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+
+
+def _stage_gradients(
+    root: nn.Module, model: nn.Module, stages: Stages, layout: Layout, schedule: str
+) -> StageGradients:
+    if layout.strategy == "ddp":
+        return ReplicatedStages(root, layout)
+    return DeferredShards(root, layout) if schedule == _ZERO_BUBBLE else ShardedStages(root, model, stages, layout)
+
+
+def _input_of(block: str) -> Objective:
+    return lambda model, batch: model.input_of(block, batch.input_ids, batch.position_ids, batch.attention_mask)
+
+
+def _as_it_is(loss: Tensor, _target: Tensor) -> Tensor:
+    return loss
+
+
+def _cause(error: BaseException | None) -> MeshtuneError | None:
+    """The error of ours that a stage raised, which schedules wrap."""
+    while error is not None and not isinstance(error, MeshtuneError):
+        error = error.__cause__
+    return error
