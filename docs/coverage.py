@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from meshtune.errors import MeshtuneError
@@ -128,7 +132,7 @@ _INTRODUCTION = """\
 Architectures of transformers {transformers}, each made small (same class, every kind of layer, random weights), trained in
 float32 on local CPU ranks in each layout and compared with one process: 3 steps of SGD with momentum and 3 of AdamW,
 2 micro-batches a step, unequal numbers of supervised tokens, clipping active. What is compared, and how closely, is told in
-[numerics.md](numerics.md). To try the same with a model of your own: `meshtune verify recipe.yaml`.
+[Proving a layout](verify.md), which is also how to try the same with a model of your own.
 
 - **exact**: loss, gradient norm and every weight are those of one process, and copies are equal bit for bit.
 - refused: training in this layout stops before any weight is read, with the reason that stands below the table.
@@ -141,17 +145,24 @@ in another way than by attention is trained on padded rows ([why](decisions/0003
 """
 
 
-def survey(chosen: list[Architecture], layouts: list[str]) -> dict[str, Report]:
-    """Try each; by title."""
-    reports = {}
-    with Pool() as pool:
-        for number, one in enumerate(chosen, 1):
-            begun = time.perf_counter()
-            reports[one.title] = report = _try(pool, one, layouts)
-            cells = " ".join(f"{v.layout}:{_cell(report, v)}" for v in report.verdicts)
-            spent = time.perf_counter() - begun
-            print(f"{number}/{len(chosen)} {one.title} ({report.parameters:,}, {spent:.0f} s) {cells}", file=sys.stderr)
-    return reports
+def survey(chosen: list[Architecture], layouts: list[str], jobs: int) -> dict[str, Report]:
+    """Try each, so many at once; by title, in the order given."""
+    pools: SimpleQueue[Pool] = SimpleQueue()
+
+    def work(one: Architecture) -> Report:
+        pool, begun = pools.get(), time.perf_counter()
+        try:
+            report = _try(pool, one, layouts)
+        finally:
+            pools.put(pool)
+        cells = " ".join(f"{v.layout}:{v.status}" for v in report.verdicts if _applies(report, v))
+        print(f"{one.title} ({report.parameters:,}, {time.perf_counter() - begun:.0f} s) {cells}", file=sys.stderr)
+        return report
+
+    with ExitStack() as started, ThreadPoolExecutor(jobs) as threads:
+        for _ in range(jobs):
+            pools.put(started.enter_context(Pool()))
+        return dict(zip((one.title for one in chosen), threads.map(work, chosen), strict=True))
 
 
 def _try(pool: Pool, one: Architecture, layouts: list[str]) -> Report:
@@ -203,6 +214,7 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="titles or model types")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="architectures at once")
     parser.add_argument("--json", type=Path, help="write all that was found to this file")
     return parser.parse_args(arguments)
 
@@ -212,7 +224,7 @@ def main(arguments: list[str]) -> int:
     asked = _arguments(arguments)
     chosen = [one for one in ARCHITECTURES if not asked.names or {one.title, one.model_type} & set(asked.names)]
     layouts = asked.layouts.split(",")
-    reports = survey(chosen, layouts)
+    reports = survey(chosen, layouts, asked.jobs)
     page = render(reports, layouts)
     if asked.json:
         found = {title: report.as_dict() for title, report in reports.items()}

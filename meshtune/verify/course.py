@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from meshtune.data import store
 from meshtune.data.dataset import TokenDataset
-from meshtune.errors import DataError, MeshtuneError, TrainingError
+from meshtune.errors import DataError, MeshtuneError
 from meshtune.layout.pieces import Piece, named_pieces
 from meshtune.layout.world import connect
 from meshtune.recipes import assembly
@@ -49,35 +49,33 @@ class Outcome:
 
     courses: list[Course] = field(default_factory=list)
     refused: str | None = None
-    layout: str = ""
     attention: str = ""
 
 
 def run(recipes: list[Recipe], rows: str, export: str, reference: str | None, start: str) -> Outcome:
-    """Train each recipe (one an optimizer) on this rank. `export`, `reference` (of one process, if it has run) and `start` are
-    folders of weights."""
-    outcome = Outcome()
-    for recipe in recipes:
-        name = recipe.optimizer.name
-        with ExitStack() as held:
-            try:
-                setup = Setup(recipe, connect("cpu"), held, rows=lambda _: (_load(rows), None))
-                setup.model, parallel = assembly.build_model(setup, None)
-                parts, state, _ = assembly.assemble(setup, parallel, SignalStop())
-            except TrainingError:
-                raise
-            except MeshtuneError as error:
-                outcome.refused = str(error)
-                return outcome
+    """Train by each recipe on this rank, which differ in their optimizers, each from where the one before has ended.
+
+    `export`, `reference` (of one process, if it has run) and `start` are folders of weights.
+    """
+    with ExitStack() as held:
+        try:
+            setup = Setup(recipes[0], connect("cpu"), held, rows=lambda _: (_load(rows), None))
+            setup.model, parallel = assembly.build_model(setup, None)
+        except MeshtuneError as error:
+            return Outcome(refused=str(error))
+        outcome = Outcome(attention=setup.attention.description)
+        for recipe in recipes:
+            setup.recipe = recipe
+            parts, state, _ = assembly.assemble(setup, parallel, SignalStop())
             parts.save = None
-            record = _Record(Course(name))
+            record = _Record(Course(recipe.optimizer.name))
             fit(parts, state, [record])
-            setup.export(Path(export) / name)
+            setup.export(Path(export) / record.course.optimizer)
             record.course.parts = dict(digests(setup.model.model))
             if setup.world.is_first and reference is not None:
-                record.course.weights = distances(Path(export) / name, Path(reference) / name, Path(start))
+                folders = Path(export) / record.course.optimizer, Path(reference) / record.course.optimizer
+                record.course.weights = distances(*folders, Path(start))
             outcome.courses.append(record.course)
-            outcome.layout, outcome.attention = setup.layout.summary(), setup.attention.description
     return outcome
 
 
