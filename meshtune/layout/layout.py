@@ -80,11 +80,10 @@ class Layout:
         for axis in ("tp", "cp", "pp", "ep"):
             if self.size(axis) > 1 and axis not in _AVAILABLE:
                 yield f"distributed.{axis}_size: {self.size(axis)} is not supported yet; write {axis}_size: 1"
-        if model_facts.get("router_aux_loss"):
-            yield (
-                "model.name: the model's config sets output_router_logits, whose auxiliary loss is not computed by this version; "
-                "set it to false in the model's config.json"
-            )
+        heads, tp = model_facts.get("num_attention_heads"), self.size("tp")
+        if isinstance(heads, int) and heads % tp:
+            divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            yield f"distributed.tp_size: {tp} ranks cannot share out {heads} attention heads evenly; write one of {divisors}"
 
     def connect(self) -> Layout:
         """Build the device mesh. `torch.distributed` must be initialised with `world_size` ranks. Returns self."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from meshtune.layout.experts import Experts
+from meshtune.layout.experts import Balancing, Experts
 from meshtune.layout.pieces import Cut
 
 
@@ -60,6 +60,7 @@ class Plan:
         vocabulary: modules whose weight is cut by rows of the vocabulary: the embedding, and the head.
         whole: modules that stay whole and whose output at a position depends on others, so they need the whole sequence.
         experts: modules whose experts are shared out where the layout has an `ep` axis.
+        balancing: the load-balancing loss that the model asks for.
     """
 
     units: tuple[str, ...] = ()
@@ -74,6 +75,7 @@ class Plan:
     vocabulary: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     experts: tuple[Experts, ...] = ()
+    balancing: Balancing | None = None
 
     def sharing_out(self, experts: Sequence[Experts]) -> Plan:
         """The same plan with whole experts on each rank in the place of a part of every expert."""

@@ -168,7 +168,8 @@ def _small_integer(name: str, value: int, cut: Cut) -> int:
         return max(value // divisor, few) if value % divisor == 0 else few if _is_kv(name) else value
     if _INNER.search(name) and value > _NARROW:
         exact, rest = divmod(value, cut.divisor)
-        return exact if rest == 0 else math.ceil(exact / _NARROW) * _NARROW
+        step = _NARROW * cut.degrees.heads  # each rank's share stays as wide as kernels want it
+        return exact if rest == 0 and cut.degrees.heads == 1 else math.ceil(exact / step) * step
     return value
 
 

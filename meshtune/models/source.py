@@ -68,8 +68,8 @@ class Source:
         text_config = self.config.get_text_config(decoder=True)
         return {
             "model_type": self.config.model_type,
+            "num_attention_heads": getattr(text_config, "num_attention_heads", None),
             "num_hidden_layers": getattr(text_config, "num_hidden_layers", None),
-            "router_aux_loss": bool(getattr(text_config, "output_router_logits", False)),
         }
 
 

@@ -23,6 +23,7 @@ from meshtune.layout import Layout, Plan
 from meshtune.layout.peers import Peers
 from meshtune.layout.pieces import Cut, named_pieces
 from meshtune.parallel.activation_checkpointing import Mode, Reopening, checkpoint_activations
+from meshtune.parallel.balance import Balance, route_only
 from meshtune.parallel.compile import compile_units
 from meshtune.parallel.context import cut
 from meshtune.parallel.experts import dispatch, shard_experts
@@ -106,6 +107,9 @@ class Parallel:
             model.get_parameter(name): layout.peers(piece.axis) for name, piece in named_pieces(model).items()
         }
         """Parameters that are parts of a whole, and the ranks that hold the others."""
+        self._balance = None if plan.balancing is None else Balance(root, model, plan.balancing, layout, names)
+        self.metrics: dict[str, Tensor] = {}
+        """What the last optimizer step says of itself beside its loss: names to 0-d tensors, the same on every rank."""
 
     def train(self, objective: Objective, batches: Sequence[Batch], scale: float) -> Tensor:
         """Forward and backward of this rank's micro-batches of one global batch, whose loss sums count `scale` times.
@@ -113,16 +117,24 @@ class Parallel:
         Returns the sum of their losses, 0-d, as far as this rank has computed it; every gradient is then complete.
         """
         scale *= self._module.gradient_divisor
-        total: Tensor | None = None
+        losses: list[Tensor] = []
+        if self._balance is not None:
+            self._count_routes(self._balance, batches)
         for index, batch in enumerate(batches):
             self._module.set_last_micro_batch(index == len(batches) - 1)
             loss_sum, _, _ = self._run(objective, batch)
             (loss_sum * scale).backward()
-            total = loss_sum.detach().to(_widest(loss_sum)) + (0 if total is None else total)
+            losses.append(loss_sum.detach().to(_widest(loss_sum)))
         self._module.settle_gradients()
         self._shared.add_up()
-        assert total is not None
-        return total
+        return torch.stack(losses).sum()
+
+    def _count_routes(self, balance: Balance, batches: Sequence[Batch]) -> None:
+        """Which experts the global batch goes to, found by a forward of its own, with the random numbers of the training one."""
+        with torch.no_grad(), torch.random.fork_rng(), balance.counting():
+            for batch in batches:
+                self._run(route_only, batch)
+        self.metrics["router_aux_loss"] = balance.settle(self._module.gradient_divisor)
 
     @torch.no_grad()
     def evaluate(self, objective: Objective, batch: Batch) -> Tensor:

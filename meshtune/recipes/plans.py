@@ -7,8 +7,8 @@ gradient, must be the same.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
+from meshtune.errors import LayoutError, ModelError
 from meshtune.layout import Layout, Plan
+from meshtune.layout.experts import problems as misfits
 from meshtune.layout.pieces import named_pieces
 from meshtune.layout.simulated import simulate
 from meshtune.models.blocks import unit_names
@@ -25,25 +27,50 @@ from meshtune.models.plans import derive
 from meshtune.models.plans.derive import Findings, find
 from meshtune.models.plans.regions import head_count, trace
 from meshtune.models.plans.tables import roles
+from meshtune.models.routers import balancing, disproof
+from meshtune.models.shrink import Degrees
 from meshtune.models.source import Source
-from meshtune.models.twin import build_twin, one_line, row_of_tokens, twin_config
+from meshtune.models.twin import build_twin, miniature_config, one_line, row_of_tokens
 from meshtune.parallel.tensor import parallelize
 from meshtune.recipes import planning
 
 _TOKENS = 12
+_NO_EXPERTS = "distributed.ep_size: {} has no effect on {}, which has no experts; write ep_size: 1"
 _TOLERANCE = 1e-4
 
 
 def find_plan(plan: planning.Plan) -> Findings | None:
     """What must be tried before a model can be cut for a layout; None where nothing must."""
+    _check_balancing(plan.source)
     size = plan.layout.size("tp")
     return None if size == 1 else findings(plan.source, size, plan.recipe.distributed.plan)
+
+
+def _check_balancing(source: Source) -> None:
+    """A load-balancing loss that is not transformers' own is none. Raises ModelError."""
+    if not getattr(source.config.get_text_config(decoder=True), "output_router_logits", False):
+        return
+    twin = build_twin(source, miniature_config(source, Degrees(experts=2)), "eager", torch.device("cpu"))
+    reason = disproof(twin, row_of_tokens(twin, _TOKENS))
+    if reason is not None:
+        raise ModelError(
+            f"model.name: the config of {type(twin).__name__} sets output_router_logits, but its load-balancing loss is not "
+            f"known: {reason}; set it to false in config.json"
+        )
 
 
 def declare(model: PreTrainedModel, found: Findings | None, layout: Layout) -> Plan:
     """The plan of `model` (whole, on meta) on a layout. Raises LayoutError where something cannot be shared out."""
     plan = Plan(units=tuple(unit_names(model))) if found is None else derive.declare(model, found, layout.size("tp"))
-    return plan if layout.ep == 1 else plan.sharing_out(experts_modules(model))
+    if layout.ep > 1:
+        experts = experts_modules(model)
+        problems = (
+            list(misfits(experts, layout.ep)) if experts else [_NO_EXPERTS.format(layout.ep, type(model).__name__)]
+        )
+        if problems:
+            raise LayoutError("\n".join(problems))
+        plan = plan.sharing_out(experts)
+    return replace(plan, balancing=balancing(model))
 
 
 def findings(source: Source, size: int, asked: Mapping[str, str] | None = None) -> Findings:
@@ -51,7 +78,7 @@ def findings(source: Source, size: int, asked: Mapping[str, str] | None = None) 
 
     Raises LayoutError with what stands in the way.
     """
-    twin = build_twin(source, twin_config(source), "eager", torch.device("cpu"))
+    twin = build_twin(source, miniature_config(source, Degrees(heads=size)), "eager", torch.device("cpu"))
     units = unit_names(twin)
     calls = _Calls(twin, units)
     row = row_of_tokens(twin, _TOKENS)[None]
@@ -94,13 +121,26 @@ class _Calls:
         return self._found
 
 
-def _fresh(values: Any) -> Any:
-    """The same values, activations as leaves of their own and dictionaries that a block writes into copied."""
+def _fresh(values: Any, part: tuple[int, int] = (0, 1)) -> Any:
+    """The same values, activations as leaves of their own.
+
+    What blocks write down for later blocks is copied: keys and values [batch, heads, ...], of which a rank, `part` (rank, size),
+    has its own heads.
+    """
+    rank, size = part
 
     def one(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.detach().clone().requires_grad_(value.requires_grad)
-        return copy.copy(value)
+        copied = copy.copy(value)
+        if isinstance(copied, MutableMapping):
+            for key, state in copied.items():
+                copied[key] = tree_map(own_heads, state)
+        return copied
+
+    def own_heads(value: Any) -> Any:
+        cut = isinstance(value, Tensor) and value.ndim == 4 and value.shape[1] % size == 0
+        return one(value.chunk(size, 1)[rank]) if cut else one(value)
 
     return tree_map(one, values)
 
@@ -117,17 +157,22 @@ class _Prover:
         block = self.twin.get_submodule(unit)
         if unit not in self._whole:
             self._whole[unit] = _Run.of(block, self.calls[unit])
+        reason = self._try(block, unit, plan, own_heads=True)
+        # Only attention reads what blocks before it have left, and this region may have none.
+        return None if reason is None or self._try(block, unit, plan, own_heads=False) is None else reason
+
+    def _try(self, block: nn.Module, unit: str, plan: Plan, own_heads: bool) -> str | None:
         try:
-            runs = simulate(self._layout, lambda layout: self._cut(block, self.calls[unit], plan, layout))
+            runs = simulate(self._layout, lambda layout: self._cut(block, self.calls[unit], plan, layout, own_heads))
         except Exception as error:
             return f"cut, it does not run ({one_line(error)})"
         return next((problem for run in runs if (problem := self._whole[unit].differs(run)) is not None), None)
 
-    def _cut(self, block: nn.Module, call: _Call, plan: Plan, layout: Layout) -> _Run:
+    def _cut(self, block: nn.Module, call: _Call, plan: Plan, layout: Layout, own_heads: bool) -> _Run:
         own = copy.deepcopy(block)
         parallelize(own, plan, layout)
-        run = _Run.of(own, call)
         peers = layout.peers("tp")
+        run = _Run.of(own, call, (peers.rank, peers.size) if own_heads else (0, 1))
         for name in sorted(plan.shared):
             run.gradients[name] = peers.all_reduce(run.gradients[name])
         for name, piece in named_pieces(own).items():
@@ -148,8 +193,8 @@ class _Run:
     gradients: dict[str, Tensor]
 
     @classmethod
-    def of(cls, block: nn.Module, call: _Call) -> _Run:
-        args, kwargs = _fresh(call.args), _fresh(call.kwargs)
+    def of(cls, block: nn.Module, call: _Call, part: tuple[int, int] = (0, 1)) -> _Run:
+        args, kwargs = _fresh(call.args, part), _fresh(call.kwargs, part)
         block.zero_grad(set_to_none=True)
         # Some blocks also hand out their attention weights, which belong to heads and go nowhere.
         output = next(

@@ -19,6 +19,8 @@ from meshtune.training.hooks import Hook
 from meshtune.training.state import TrainState
 from meshtune.training.step import StepResult
 
+_OWN = ("loss_sum", "grad_norm", "tokens", "supervised_tokens", "seconds", "steps")
+
 
 class Reporter(Hook):
     """Runs on every rank and writes on rank 0. `flops_per_token` and `peak_flops` (of one device) give the MFU."""
@@ -56,6 +58,8 @@ class Reporter(Hook):
         self.recorder.record("supervised_tokens", result.supervised_tokens, "sum")
         self.recorder.record("seconds", result.seconds, "sum")
         self.recorder.record("steps", 1, "sum")
+        for name, value in result.metrics.items():
+            self.recorder.record(name, value, "last")
         if state.step % self.section.every_steps == 0:
             self._log(state, learning_rate, epoch)
 
@@ -75,6 +79,7 @@ class Reporter(Hook):
             "mfu": model_flops_utilization(self.flops_per_token, rate, self.peak_flops, self.world_size),
             "peak_memory_bytes": peak_memory_bytes(self.device),
             "step_time_s": values["seconds"] / values["steps"],
+            **{name: value for name, value in values.items() if name not in _OWN},
         }
         self._write(state.step, metrics)
         self.progress.update(state.step, metrics)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -37,6 +37,7 @@ class StepResult:
     interrupts: int = 0
     terminations: int = 0
     seconds: float = 0.0
+    metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
 class TrainStep:
@@ -76,6 +77,7 @@ class TrainStep:
         loss_sum = total_loss(loss_sum, self.layout)
         norm = grad_norm(self._parameters(), self.parallel.parts)
         result = StepResult(loss_sum / supervised, loss_sum, norm, tokens, supervised, interrupts, terminations)
+        result.metrics.update(self.parallel.metrics)
         self._check_finite(result, step)
         clip_grad_norm_(self._parameters(), self.max_grad_norm, norm)
         for group in self.optimizer.param_groups:
