@@ -97,13 +97,16 @@ def _load(folder: str) -> TokenDataset:
 
 
 def digests(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Each part of a parameter that this rank holds, named by parameter and place, and a hash of its bytes."""
-    pieces = named_pieces(model)
+    """Each part of a parameter that this rank holds, named by parameter and place, and a hash of its bytes.
+
+    A tied parameter goes by one name, wherever a pipeline keeps copies of it.
+    """
+    pieces, tied = named_pieces(model), dict(getattr(model, "all_tied_weights_keys", {}))
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if local.numel():
             content = local.detach().contiguous().numpy().tobytes()
-            yield f"{name} {_place(parameter, pieces.get(name))}", hashlib.sha256(content).hexdigest()
+            yield f"{tied.get(name, name)} {_place(parameter, pieces.get(name))}", hashlib.sha256(content).hexdigest()
 
 
 def _place(parameter: Tensor, piece: Piece | None) -> Any:

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
+from meshtune.layout.pieces import Piece, set_piece
 from meshtune.verify.compare import Rounding, compare, rounding_of
-from meshtune.verify.course import Course, distances
+from meshtune.verify.course import Course, digests, distances
 
 REFERENCE = Course("sgd", [4.0, 3.5, 3.0], [2.0, 1.5, 1.0], [90, 80, 70], {"a": (0.0, 0.0), "b": (0.0, 0.0)})
 PARTS = [{"w 0": "x", "v 0": "y"}, {"w 0": "x", "v 1": "z"}]
@@ -79,3 +81,11 @@ def test_weights_are_compared_with_the_update_and_with_a_floor(tmp_path: Path) -
     assert apart["grown"] == pytest.approx((0.01 / 1.01, 1.0), rel=1e-3)
     assert apart["still"][0] < 1e-6 and apart["still"][1] == 0.0
     assert apart["gone"] == apart["short"] == (float("inf"), float("inf"))
+
+
+def test_a_tied_parameter_goes_by_one_name_and_parts_by_their_place() -> None:
+    model = nn.Module()
+    model.head = nn.Linear(3, 2)
+    model.all_tied_weights_keys = {"head.weight": "embedding.weight"}
+    set_piece(model.head, "bias", Piece("tp", (4,), 0, ((2, 2),)))
+    assert [name for name, _ in digests(model)] == ["embedding.weight ((0, 0), (2, 3))", "head.bias [((2,), (2,))]"]
