@@ -81,6 +81,7 @@ class _Work:
     batches: list[Batch]
     scale: float
     loss_sum: Tensor
+    stream: Tensor
     last: bool = False
 
 
@@ -103,7 +104,6 @@ class Pipeline:
         self._name, self._together = schedule, microbatches
         self._gradients = _stage_gradients(root, model, stages, layout, schedule)
         self._schedule: tuple[tuple[Any, ...], Any] | None = None
-        self._streams: dict[torch.Size, Tensor] = {}
         self._work: _Work | None = None
 
     @property
@@ -125,8 +125,8 @@ class Pipeline:
         together = self._together or len(batches)
         if len(batches) % together:
             raise TrainingError(f"{len(batches)} micro-batches cannot go through the pipeline {together} at a time")
-        work = self._work = _Work(objective, [], scale, self._zero())
         made = alike(batches)
+        work = self._work = _Work(objective, [], scale, self._zero(), self._stream(made[0]))
         self._gradients.begin()
         for start in range(0, len(made), together):
             work.batches, work.last = made[start : start + together], start + together == len(made)
@@ -156,7 +156,7 @@ class Pipeline:
 
     def _run(self, work: _Work) -> None:
         """One run of the schedule, over micro-batches that go through the stages together."""
-        schedule = self._prepared(len(work.batches), work.batches[0])
+        schedule = self._prepared(work)
         numbers = torch.arange(len(work.batches))
         first = any(stage.index == 0 for stage in self._stages.local)
         given = (numbers,) if first else ()
@@ -167,12 +167,12 @@ class Pipeline:
                 raise cause from None
             raise
 
-    def _prepared(self, count: int, batch: Batch) -> Any:
+    def _prepared(self, work: _Work) -> Any:
         """The schedule for micro-batches of this shape. Its buffers are those of one shape."""
-        stream = self._stream(batch)
+        count, stream, device = len(work.batches), work.stream, work.batches[0].input_ids.device
         key = count, stream.shape, stream.dtype
         if self._schedule is None or self._schedule[0] != key:
-            parts = [self._scheduled(stage, stream, batch.input_ids.device) for stage in self._stages.local]
+            parts = [self._scheduled(stage, stream, device) for stage in self._stages.local]
             schedule = _SCHEDULES[self._name](
                 parts if STAGES_PER_RANK[self._name] > 1 else parts[0], count, loss_fn=_as_it_is, scale_grads=False
             )
@@ -206,7 +206,7 @@ class Pipeline:
         output = self._root(work.objective, batch, stage.span, received)
         self._gradients.after_forward(output)
         if stage.index < self._stages.count - 1:
-            return self._checked(output, self._stream(batch))
+            return self._checked(output, work.stream)
         work.loss_sum += output[0].detach()
         return output[0] * work.scale
 
@@ -214,14 +214,15 @@ class Pipeline:
         assert self._work is not None
         self._gradients.before_backward(stage, last and self._work.last)
 
+    @torch.no_grad()
     def _stream(self, batch: Batch) -> Tensor:
-        """A meta tensor like the hidden states between blocks, for a batch of this shape: as the first block is given them."""
-        shape = batch.input_ids.shape
-        if shape not in self._streams:
-            with torch.no_grad():
-                found = self._root(_input_of(self._stages.entry), batch)
-            self._streams[shape] = torch.empty_like(found, device="meta", memory_format=torch.contiguous_format)
-        return self._streams[shape].detach().requires_grad_()
+        """A meta tensor like the hidden states between blocks, as the first block is given them.
+
+        Asked anew at each step: the root's parameters are gathered here, and ranks of several pipelines that gather them at
+        different moments, one here and one when it has received its first hidden states, would wait for each other for ever.
+        """
+        found = self._root(_input_of(self._stages.entry), batch)
+        return torch.empty(found.shape, dtype=found.dtype, device="meta", requires_grad=True)
 
     def _checked(self, output: Tensor, stream: Tensor) -> Tensor:
         if output.shape != stream.shape or output.dtype != stream.dtype:
