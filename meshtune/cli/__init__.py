@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from meshtune.cli.check import check
+from meshtune.cli.explain import explain
 from meshtune.cli.export import export
 from meshtune.cli.init import init
 from meshtune.cli.outcome import leave
@@ -21,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, check, verify, export, init, schema):
+for command in (train, check, explain, verify, export, init, schema):
     app.command()(command)
 
 

@@ -85,6 +85,11 @@ class Layout:
             divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             yield f"distributed.tp_size: {tp} ranks cannot share out {heads} attention heads evenly; write one of {divisors}"
 
+    def check(self, model_facts: dict[str, Any]) -> None:
+        """Raises LayoutError with every problem of a model with these facts."""
+        if found := list(self.problems(model_facts)):
+            raise LayoutError("\n".join(found))
+
     def connect(self) -> Layout:
         """Build the device mesh. `torch.distributed` must be initialised with `world_size` ranks. Returns self."""
         from torch.distributed import init_device_mesh
@@ -125,6 +130,25 @@ class Layout:
     def group(self, name: str) -> ProcessGroup:
         """The ranks that differ from this one only along an axis or a view."""
         return self._mesh_of(name).get_group()
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The coordinate of any rank along every axis, `efsdp` and `ep` too. Needs no connection."""
+        found, rest = {}, rank
+        for axis in reversed(AXES):
+            rest, found[axis] = divmod(rest, self.degrees[axis])
+        inner = (found["dp_shard"] * self.size("cp") + found["cp"]) * self.size("tp") + found["tp"]
+        found["efsdp"], found["ep"] = divmod(inner, self.ep)
+        return found
+
+    def groups(self, name: str) -> list[list[int]]:
+        """The ranks of each group along an axis or view. Needs no connection."""
+        inside = (name,) if name in ("ep", "efsdp") else self._axes(name)
+        kin = EXPERT_AXES if name in ("ep", "efsdp") else AXES
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = self.coordinates(rank)
+            groups.setdefault(tuple(place[axis] for axis in kin if axis not in inside), []).append(rank)
+        return list(groups.values())
 
     @property
     def counts_rows(self) -> bool:

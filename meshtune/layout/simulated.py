@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -77,11 +76,7 @@ class SimulatedLayout(Layout):
             whole.degrees, whole.strategy, whole.device_type, whole.ep, whole.sequence_parallel, whole.cp_method
         )
         object.__setattr__(self, "_world", world)
-        coordinates = list(itertools.product(*(range(whole.degrees[axis]) for axis in AXES)))[rank]
-        place = dict(zip(AXES, coordinates, strict=True))
-        inner = (place["dp_shard"] * whole.size("cp") + place["cp"]) * whole.size("tp") + place["tp"]
-        place["efsdp"], place["ep"] = divmod(inner, whole.ep)
-        object.__setattr__(self, "_place", place)
+        object.__setattr__(self, "_place", whole.coordinates(rank))
 
     def rank(self, name: str) -> int:
         place: dict[str, int] = self._place  # type: ignore[attr-defined]

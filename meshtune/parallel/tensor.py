@@ -19,8 +19,6 @@ from meshtune.layout.collectives import copy_to, gather_from, reduce_from, reduc
 from meshtune.layout.peers import Peers
 from meshtune.layout.pieces import Cut, Piece, named_pieces, piece_of, set_piece
 
-_SEQUENCE = 1
-
 
 def cut_parameters(root: nn.Module, cuts: dict[str, Cut], layout: Layout) -> None:
     """Put this rank's part in the place of each named parameter, and say on its module which part it is. Tied ones stay tied."""
@@ -86,47 +84,62 @@ def shared_parameters(model: nn.Module, plan: Plan, layout: Layout) -> list[str]
     return [name for name in names if name.startswith(inside)]
 
 
-class _Part:
-    """How many positions of the row at hand are this rank's."""
+class _Sequence:
+    """This rank's part of the sequences of a batch: [batch, length, ...], or [batch * length, ...] inside some blocks."""
 
-    length = 0
+    def __init__(self, peers: Peers):
+        self.peers = peers
+        self.batch = self.length = 0
+
+    def enter(self, hidden_states: Tensor) -> Tensor:
+        self.batch, self.length = hidden_states.shape[0], hidden_states.shape[1] // self.peers.size
+        return scatter_to(hidden_states, 1, self.peers)
 
     def holds(self, value: Tensor) -> bool:
-        """Whether an activation is one of these positions, and not of the whole row as tables of positions are."""
-        carries = value.requires_grad or not torch.is_grad_enabled()
-        return carries and value.ndim > 1 and value.shape[_SEQUENCE] == self.length
+        """Whether a tensor is of these positions, and not of the whole row as tables of positions are."""
+        if value.ndim < 2 or (value.is_floating_point() and torch.is_grad_enabled() and not value.requires_grad):
+            return False
+        return value.shape[1] == self.length if value.ndim > 2 else value.shape[0] == self.batch * self.length
+
+    def join(self, own: Tensor, partial: bool = True) -> Tensor:
+        """The whole sequences."""
+        return self._by_rows(own, self.length, lambda rows: gather_from(rows, 1, self.peers, partial))
+
+    def sum(self, whole: Tensor) -> Tensor:
+        """This rank's part of the sum over ranks."""
+        return self._by_rows(whole, self.length * self.peers.size, lambda rows: reduce_scatter_to(rows, 1, self.peers))
+
+    def own(self, whole: Tensor) -> Tensor:
+        """Of what every rank has computed whole, its own positions; so its gradient is a part, as `join` expects."""
+        start = self.peers.rank * self.length
+        return self._by_rows(whole, self.length * self.peers.size, lambda rows: rows.narrow(1, start, self.length))
+
+    def _by_rows(self, tensor: Tensor, length: int, work: Callable[[Tensor], Tensor]) -> Tensor:
+        return work(tensor) if tensor.ndim > 2 else work(tensor.unflatten(0, (-1, length))).flatten(0, 1)
 
 
 def _cut_sequence(model: nn.Module, plan: Plan, peers: Peers) -> None:
     """From the first block to the last, hidden states are this rank's part of the sequence; splits see all of it."""
-    part = _Part()
-    join = partial(gather_from, dim=_SEQUENCE, peers=peers)
-    _scatter_at_entry(model.get_submodule(plan.units[0]), part, peers)
+    sequence = _Sequence(peers)
+    _scatter_at_entry(model.get_submodule(plan.units[0]), sequence)
     for split in plan.splits:
         for path in split.entries:
-            _at_entry(model.get_submodule(path), join, part.holds)
+            _at_entry(model.get_submodule(path), sequence.join, sequence.holds)
         for path in split.exits:
-            _at_exit(model.get_submodule(path), partial(reduce_scatter_to, dim=_SEQUENCE, peers=peers))
+            _at_exit(model.get_submodule(path), sequence.sum)
     for path in plan.whole:
-        _at_entry(model.get_submodule(path), join, part.holds)
-        _at_exit(model.get_submodule(path), partial(_own_positions, peers=peers))
-    _at_exit(model.get_submodule(plan.units[-1]), partial(join, partial=False))
+        _at_entry(model.get_submodule(path), sequence.join, sequence.holds)
+        _at_exit(model.get_submodule(path), sequence.own)
+    _at_exit(model.get_submodule(plan.units[-1]), partial(sequence.join, partial=False))
 
 
-def _scatter_at_entry(block: nn.Module, part: _Part, peers: Peers) -> None:
+def _scatter_at_entry(block: nn.Module, sequence: _Sequence) -> None:
     def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        hidden_states = args[0] if args else kwargs["hidden_states"]
-        part.length = hidden_states.shape[_SEQUENCE] // peers.size
-        own = scatter_to(hidden_states, _SEQUENCE, peers)
-        return ((own, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": own})
+        if args:
+            return (sequence.enter(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": sequence.enter(kwargs["hidden_states"])}
 
     block.register_forward_pre_hook(enter, with_kwargs=True)
-
-
-def _own_positions(tensor: Tensor, peers: Peers) -> Tensor:
-    """Of what every rank has computed whole, its own positions; so its gradient is a part, as the entry expects."""
-    length = tensor.shape[_SEQUENCE] // peers.size
-    return tensor.narrow(_SEQUENCE, peers.rank * length, length)
 
 
 def _at_entry(module: nn.Module, communicate: Callable[[Tensor], Tensor], which: Callable[[Tensor], bool]) -> None:
@@ -136,7 +149,7 @@ def _at_entry(module: nn.Module, communicate: Callable[[Tensor], Tensor], which:
         return tree_map(one, args), tree_map(one, kwargs)
 
     def one(value: Any) -> Any:
-        return communicate(value) if isinstance(value, Tensor) and value.is_floating_point() and which(value) else value
+        return communicate(value) if isinstance(value, Tensor) and which(value) else value
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
 

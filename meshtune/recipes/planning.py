@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshtune.config import recipe_hash
-from meshtune.errors import LayoutError, RecipeError
+from meshtune.errors import RecipeError
 from meshtune.layout import Layout
 from meshtune.recipes.recipe import Recipe
 from meshtune.training.section import BatchSizes
@@ -58,9 +58,7 @@ def plan(recipe: Recipe, world_size: int, device_type: str = "cpu") -> Plan:
     layout = Layout.resolve(recipe.distributed, world_size, device_type)
     sizes = recipe.training.batch_sizes(layout.size("batch"))
     source = resolve(recipe.model)
-    misfits = list(layout.problems(source.facts()))
-    if misfits:
-        raise LayoutError("\n".join(misfits))
+    layout.check(source.facts())
     length = _max_seq_length(recipe, source.max_positions)
     return Plan(with_folder(recipe), layout, sizes, source, load_tokenizer(recipe.model), length)
 

@@ -95,7 +95,7 @@ class Setup:
                 longest_document=self.plan.max_seq_length,
             )
         )
-        self.findings = world.from_first(lambda: find_plan(self.plan))
+        self.findings = world.from_first(lambda: find_plan(self.plan.source, self.layout, self.recipe.distributed.plan))
         self.train_data, self.validation_data = world.each_node_first(lambda: (rows or prepare)(self.plan))
         self.course = world.all_together(lambda: planning.course(self.plan, self.train_data))
         self.resume, changes = world.from_first(self._open_folder)

@@ -130,7 +130,9 @@ def _whole(block: nn.Module, regions: list[Region]) -> list[str]:
     return [
         name
         for name, child in block.named_children()
-        if name not in cut | layers and any(p.ndim > 1 for p in child.parameters())
+        if name not in cut
+        and not any(layer == name or layer.startswith(f"{name}.") for layer in layers)
+        and any(p.ndim > 1 for p in child.parameters())
     ]
 
 
