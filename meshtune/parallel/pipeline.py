@@ -7,6 +7,7 @@ a stage is given a micro-batch's number and finds it itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from meshtune.parallel.pipeline_stage import ScheduledStage
 from meshtune.parallel.shared_parameters import copy_shared, sum_shared
 from meshtune.parallel.stage_gradients import DeferredShards, ReplicatedStages, ShardedStages, StageGradients
 from meshtune.parallel.stages import STAGES_PER_RANK, Stage, Stages
+from meshtune.parallel.stand_ins import AbsentEmbedding
 
 __all__ = ["Pipeline", "problems"]
 
@@ -99,10 +101,19 @@ class Pipeline:
         layout: Layout,
         schedule: str = "1f1b",
         microbatches: int | None = None,
+        around_forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
+        """`microbatches` go through the stages together, all of an optimizer step if None; `around_forward` is open in each
+        forward (autocast)."""
+        self._around = around_forward
         self._root, self._model, self._stages, self._layout = root, model, stages, layout
         self._name, self._together = schedule, microbatches
         self._gradients = _stage_gradients(root, model, stages, layout, schedule)
+        self._device = next(model.parameters()).device
+        replaced = [module for stage in stages.local for module in stage.span.replaced.values()]
+        for module in (*model.modules(), *replaced):
+            if isinstance(module, AbsentEmbedding):
+                module.device = self._device
         self._schedule: tuple[tuple[Any, ...], Any] | None = None
         self._work: _Work | None = None
 
@@ -144,9 +155,9 @@ class Pipeline:
         for stage in self._stages.local:
             received = None
             if stage.index:
-                received = torch.empty_like(stream, device=batch.input_ids.device)
+                received = torch.empty_like(stream, device=self._device)
                 dist.recv(received, group=group, group_src=(stage.index - 1) % ranks)
-            output = self._root(objective, batch, stage.span, received)
+            output = self._call(objective, batch, stage.span, received)
             if stage.index == self._stages.count - 1:
                 loss_sum += output[0].detach()
             else:
@@ -169,17 +180,17 @@ class Pipeline:
 
     def _prepared(self, work: _Work) -> Any:
         """The schedule for micro-batches of this shape. Its buffers are those of one shape."""
-        count, stream, device = len(work.batches), work.stream, work.batches[0].input_ids.device
+        count, stream = len(work.batches), work.stream
         key = count, stream.shape, stream.dtype
         if self._schedule is None or self._schedule[0] != key:
-            parts = [self._scheduled(stage, stream, device) for stage in self._stages.local]
+            parts = [self._scheduled(stage, stream) for stage in self._stages.local]
             schedule = _SCHEDULES[self._name](
                 parts if STAGES_PER_RANK[self._name] > 1 else parts[0], count, loss_fn=_as_it_is, scale_grads=False
             )
             self._schedule = key, schedule
         return self._schedule[1]
 
-    def _scheduled(self, stage: Stage, stream: Tensor, device: torch.device) -> ScheduledStage:
+    def _scheduled(self, stage: Stage, stream: Tensor) -> ScheduledStage:
         others = [f"{name}." for other in self._stages.local if other is not stage for name in other.blocks]
 
         def parameters() -> Iterator[nn.Parameter]:
@@ -190,7 +201,7 @@ class Pipeline:
             stage,
             self._stages.count,
             stream,
-            device,
+            self._device,
             self._layout.group("pp"),
             self._forward,
             parameters,
@@ -203,12 +214,16 @@ class Pipeline:
         work = self._work
         assert work is not None
         batch = work.batches[number]
-        output = self._root(work.objective, batch, stage.span, received)
+        output = self._call(work.objective, batch, stage.span, received)
         self._gradients.after_forward(output)
         if stage.index < self._stages.count - 1:
             return self._checked(output, work.stream)
         work.loss_sum += output[0].detach()
         return output[0] * work.scale
+
+    def _call(self, *args: Any) -> Any:
+        with self._around():
+            return self._root(*args)
 
     def _before_backward(self, stage: Stage, last: bool) -> None:
         assert self._work is not None
@@ -221,7 +236,7 @@ class Pipeline:
         Asked anew at each step: the root's parameters are gathered here, and ranks of several pipelines that gather them at
         different moments, one here and one when it has received its first hidden states, would wait for each other for ever.
         """
-        found = self._root(_input_of(self._stages.entry), batch)
+        found = self._call(_input_of(self._stages.entry), batch)
         return torch.empty(found.shape, dtype=found.dtype, device="meta", requires_grad=True)
 
     def _checked(self, output: Tensor, stream: Tensor) -> Tensor:
@@ -234,8 +249,8 @@ class Pipeline:
         return output
 
     def _zero(self) -> Tensor:
-        device = next(self._model.parameters()).device
-        return torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        dtype = torch.float32 if self._device.type == "mps" else torch.float64
+        return torch.zeros((), dtype=dtype, device=self._device)
 
 
 def _stage_gradients(

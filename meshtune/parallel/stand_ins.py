@@ -45,7 +45,13 @@ class AbsentEmbedding(AbsentModule):
         weight = next(original.parameters())
         self.width: int = getattr(original, "embedding_dim", weight.shape[-1])
         self.dtype = dtype or weight.dtype
+        self.device = weight.device
         self.parts = parts
+
+    @property
+    def weight(self) -> Tensor:
+        """Some models ask it for its dtype, and move their input to its device."""
+        return torch.empty((0, self.width), dtype=self.dtype, device=self.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         ids = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))

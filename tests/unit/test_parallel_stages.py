@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ from torch import Tensor, nn
 
 from meshtune.data.batch import Batch
 from meshtune.errors import LayoutError, ModelError
-from meshtune.layout import DistributedSection, Layout
 from meshtune.models.blocks import unit_names
 from meshtune.models.causal_lm import CausalLM
+from meshtune.parallel.stage_trial import fault_of_stages, in_turn, pipeline_ranks
 from meshtune.parallel.stages import STAGES_PER_RANK, Stages, cut
 from meshtune.parallel.stand_ins import is_absent
 from tests.unit.models_tiny import CONFIGS, tiny_model
@@ -25,50 +24,19 @@ BATCH = Batch(input_ids=IDS, position_ids=torch.arange(9).expand(2, 9), shift_la
 REPEATS = {"hrm_text"}
 
 
-@dataclass(frozen=True)
-class PipelineRank(Layout):
-    """One rank of a pipeline that nobody runs."""
-
-    pp_rank: int = 0
-
-    def rank(self, name: str) -> int:
-        assert name == "pp"
-        return self.pp_rank
-
-
-def pipeline_rank(rank: int, ranks: int) -> Layout:
-    layout = Layout.resolve(DistributedSection(pp_size=ranks), ranks)
-    return PipelineRank(layout.degrees, pp_rank=rank)
-
-
-def objective(model: CausalLM, batch: Batch) -> Tensor:
+def objective(model: CausalLM, batch: Batch) -> tuple[Tensor]:
     logits = model.head(model.hidden_states(batch.input_ids, batch.position_ids, batch.attention_mask).flatten(0, 1))
-    return nn.functional.cross_entropy(logits.float(), batch.shift_labels.flatten(), reduction="sum")
+    return (nn.functional.cross_entropy(logits.float(), batch.shift_labels.flatten(), reduction="sum"),)
 
 
 def cut_up(model: Any, ranks: int, schedule: str = "1f1b") -> list[tuple[CausalLM, Stages]]:
     """Every rank's root and stages, each of a copy of the model."""
     found = []
-    for rank in range(ranks):
+    for layout in pipeline_ranks(ranks):
         own = copy.deepcopy(model)
         root = CausalLM(own)
-        found.append((root, cut(root, own, unit_names(own), pipeline_rank(rank, ranks), schedule)))
+        found.append((root, cut(root, own, unit_names(own), layout, schedule)))
     return found
-
-
-def run(parts: list[tuple[CausalLM, Stages]]) -> Tensor:
-    """Loss of the stages one after another; each hands a leaf of its own to the next, as between processes."""
-    passes = [(stage, root) for root, stages in parts for stage in stages.local]
-    received, outputs = None, []
-    for stage, root in sorted(passes, key=lambda item: item[0].index):
-        output = root(objective, BATCH, stage.span, received)
-        outputs.append((received, output))
-        received = output.detach().requires_grad_()
-    loss, gradient = outputs[-1][1], None
-    for received, output in reversed(outputs):
-        output.backward(gradient)
-        gradient = None if received is None else received.grad
-    return loss.detach()
 
 
 def gradients(parts: list[tuple[CausalLM, Stages]], whole: Any) -> dict[str, Tensor | None]:
@@ -84,8 +52,8 @@ def gradients(parts: list[tuple[CausalLM, Stages]], whole: Any) -> dict[str, Ten
 
 def check_equal(model: Any, ranks: int, schedule: str = "1f1b") -> list[tuple[CausalLM, Stages]]:
     parts = cut_up(model, ranks, schedule)
-    found = run(parts)
-    wanted = CausalLM(model)(objective, BATCH)
+    found = in_turn(parts, objective, BATCH)
+    (wanted,) = CausalLM(model)(objective, BATCH)
     wanted.backward()
     torch.testing.assert_close(found, wanted.detach(), rtol=1e-5, atol=1e-5)
     grads = gradients(parts, model)
@@ -167,3 +135,38 @@ def test_what_cannot_be_cut_is_refused_with_numbers() -> None:
         cut_up(tiny_model("llama"), 2, "interleaved_1f1b")
     with pytest.raises(ModelError, match="more than once in a forward"):
         cut_up(tiny_model("hrm_text"), 2)
+
+
+class _Leaking(nn.Module):
+    """A layer that adds what the first of its kind was given: a second stream beside the hidden states."""
+
+    def __init__(self, layer: nn.Module, memory: dict[str, Tensor]):
+        super().__init__()
+        self.layer, self.memory = layer, memory
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        if self.layer.self_attn.layer_idx == 0:
+            self.memory["first"] = hidden_states
+        return self.layer(hidden_states, **kwargs) + 0.5 * self.memory["first"]
+
+
+def _leaking() -> tuple[CausalLM, Any]:
+    model, memory = tiny_model("llama", num_hidden_layers=3), {}
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = _Leaking(layer, memory)
+    return CausalLM(model), model
+
+
+def _sound() -> tuple[CausalLM, Any]:
+    model = tiny_model("gemma3", num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    return CausalLM(model), model
+
+
+def _names(model: Any) -> list[str]:
+    return [f"model.layers.{index}" for index in range(len(model.model.layers))]
+
+
+def test_layers_that_need_more_than_hidden_states_are_found_out() -> None:
+    assert fault_of_stages(_sound, _names, objective, BATCH) is None
+    fault = fault_of_stages(_leaking, _names, objective, BATCH)
+    assert fault is not None and "layers need more than hidden states of the layers before them (KeyError" in fault
