@@ -108,9 +108,8 @@ def cut(
         raise LayoutError(_too_few(len(trunk.order), ranks, schedule))
     placement = place(model, trunk, ranks, ranks * per_rank, active_share)
     rank = layout.rank("pp")
-    parts = layout.size("tp") if layout.sequence_parallel else 1
-    local = tuple(_stage(model, placement, rank + ranks * i, embedding_dtype, parts) for i in range(per_rank))
-    _put_stand_ins(model, placement, rank, embedding_dtype, parts)
+    local = tuple(_stage(model, placement, rank + ranks * i, embedding_dtype) for i in range(per_rank))
+    _put_stand_ins(model, placement, rank, embedding_dtype)
     _keep_ties_within(model, placement, rank)
     return Stages(ranks * per_rank, rank, local, _shared(placement, rank), placement)
 
@@ -126,32 +125,32 @@ def _too_few(layers: int, ranks: int, schedule: str) -> str:
     )
 
 
-def _stage(model: Any, placement: Placement, index: int, embedding_dtype: torch.dtype | None, parts: int) -> Stage:
+def _stage(model: Any, placement: Placement, index: int, embedding_dtype: torch.dtype | None) -> Stage:
     """In the pass of one stage, the other stages of the same rank are absent, too."""
     blocks, ranks, last = placement.blocks[index], placement.ranks, len(placement.blocks) - 1
     earlier = [name for other in range(index % ranks, index, ranks) for name in placement.blocks[other]]
     replaced: dict[str, nn.Module] = {name: AbsentBlock(model.get_submodule(name)) for name in earlier}
     for path, stages in placement.outer.items():
         if stages == (0,) and earlier and index % ranks == 0:
-            replaced[path] = AbsentEmbedding(model.get_submodule(path), embedding_dtype, parts)
+            replaced[path] = AbsentEmbedding(model.get_submodule(path), embedding_dtype)
     span = Span(blocks[0] if index else None, blocks[-1] if index < last else None, replaced)
     within = [path for path, stages in placement.outer.items() if index in stages]
     outer = any(True for path in within for _ in model.get_submodule(path).parameters())
     return Stage(index, blocks, span, outer or any(len(ranks) > 1 for ranks in placement.holders.values()))
 
 
-def _put_stand_ins(model: Any, placement: Placement, rank: int, dtype: torch.dtype | None, parts: int) -> None:
+def _put_stand_ins(model: Any, placement: Placement, rank: int, dtype: torch.dtype | None) -> None:
     blocks = {name for names in placement.blocks for name in names}
     for path in placement.absent(rank):
         original = model.get_submodule(path)
-        model.set_submodule(path, _stand_in(original, path in blocks, placement.outer.get(path) == (0,), dtype, parts))
+        model.set_submodule(path, _stand_in(original, path in blocks, placement.outer.get(path) == (0,), dtype))
         original.to("meta")
 
 
-def _stand_in(original: nn.Module, block: bool, first: bool, dtype: torch.dtype | None, parts: int) -> nn.Module:
+def _stand_in(original: nn.Module, block: bool, first: bool, dtype: torch.dtype | None) -> nn.Module:
     if block:
         return AbsentBlock(original)
-    return AbsentEmbedding(original, dtype, parts) if first else AbsentModule(original)
+    return AbsentEmbedding(original, dtype) if first else AbsentModule(original)
 
 
 def _shared(placement: Placement, rank: int) -> tuple[Shared, ...]:

@@ -38,15 +38,14 @@ class AbsentBlock(AbsentModule):
 
 
 class AbsentEmbedding(AbsentModule):
-    """Zeros of the shape and dtype that the embedding would give; `parts` is by how much its output is cut along the tokens."""
+    """Zeros of the shape and dtype that the embedding would give."""
 
-    def __init__(self, original: nn.Module, dtype: torch.dtype | None = None, parts: int = 1):
+    def __init__(self, original: nn.Module, dtype: torch.dtype | None = None):
         super().__init__(original)
         weight = next(original.parameters())
         self.width: int = getattr(original, "embedding_dim", weight.shape[-1])
         self.dtype = dtype or weight.dtype
         self.device = weight.device
-        self.parts = parts
 
     @property
     def weight(self) -> Tensor:
@@ -55,8 +54,7 @@ class AbsentEmbedding(AbsentModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         ids = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        *rows, tokens = ids.shape
-        return torch.zeros((*rows, tokens // self.parts, self.width), dtype=self.dtype, device=ids.device)
+        return torch.zeros((*ids.shape, self.width), dtype=self.dtype, device=ids.device)
 
 
 class _TensorOrTuple(torch.Tensor):

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshtune.data.batch import Batch
 from meshtune.data.collate import as_filler, collate_packed, collate_padded
+from meshtune.errors import ModelError
 from meshtune.layout import DistributedSection, Layout
 from meshtune.models import attention as _registers_the_attention  # noqa: F401
 from meshtune.models.blocks import unit_names
@@ -51,14 +52,17 @@ def layout_of(pp: int, strategy: str = "fsdp2", replicas: int = 1) -> Layout:
     return Layout.resolve(DistributedSection(pp_size=pp, dp_replicate_size=replicas), world).connect()
 
 
-def staged(model: Any, layout: Layout, schedule: str, together: int | None = None) -> tuple[Pipeline, Stages, Any]:
+def staged(
+    model: Any, layout: Layout, schedule: str, together: int | None = None, dtype: torch.dtype | None = None
+) -> tuple[Pipeline, Stages, Any]:
     """A pipeline of a copy of `model`, data parallelism applied as a run does."""
     own = copy.deepcopy(model).train()
     root = CausalLM(own)
-    stages = cut(root, own, unit_names(own), layout, schedule)
+    stages = cut(root, own, unit_names(own), layout, schedule, embedding_dtype=dtype)
     if layout.strategy == "fsdp2":
         for module in (*(own.get_submodule(name) for name in stages.blocks), root):
-            fully_shard(module, mesh=layout.data_parallel_mesh)
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            fully_shard(module, mesh=layout.data_parallel_mesh, mp_policy=policy)
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -170,3 +174,46 @@ def test_a_pipeline_gives_the_numbers_of_one_process(ranks: Ranks, case: tuple[A
 @pytest.mark.parametrize("case", OVER_DATA, ids=ids)
 def test_a_pipeline_of_shards_or_copies_gives_the_numbers_of_one_process(ranks: Ranks, case: tuple[Any, ...]) -> None:
     ranks.run(4, run_case, *case)
+
+
+def run_in_bf16() -> tuple[float, float]:
+    """Loss of two stages whose hidden states travel in bf16, and of the whole model in fp32."""
+    model = tiny_model("gemma3", "sdpa", num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    pipeline, _, own = staged(model, layout_of(2), "1f1b", dtype=torch.bfloat16)
+    batches = micro_batches(3, packed=False)
+    found = pipeline.train(next_token, batches, 1.0)
+    assert all(p.grad.dtype == torch.float32 and p.grad.to_local().isfinite().all() for p in own.parameters())
+    dist.all_reduce(found)
+    root = CausalLM(model)
+    with torch.no_grad():
+        return float(found), float(sum(root(next_token, batch)[0] for batch in batches))
+
+
+def test_hidden_states_travel_in_the_dtype_of_computation(ranks: Ranks) -> None:
+    for found, wanted in ranks.run(2, run_in_bf16):
+        assert found != wanted and found == pytest.approx(wanted, rel=3e-2)
+
+
+class _Broken(ModelError):
+    pass
+
+
+def fail_in_a_stage() -> str:
+    def objective(model: CausalLM, batch: Batch) -> Any:
+        raise _Broken("no such loss")
+
+    pipeline, _, _ = staged(tiny_model("llama"), layout_of(1), "gpipe")
+    with torch.no_grad():
+        try:
+            pipeline.evaluate(objective, micro_batches(1, packed=False)[0])
+        except _Broken as error:
+            first = str(error)
+    try:
+        pipeline.train(objective, micro_batches(1, packed=False), 1.0)
+    except _Broken as error:
+        return first + str(error)
+    return ""
+
+
+def test_an_error_of_ours_comes_out_of_a_schedule_as_it_is(ranks: Ranks) -> None:
+    assert ranks.run(1, fail_in_a_stage) == ["no such lossno such loss"]
