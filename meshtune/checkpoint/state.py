@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshtune.checkpoint.part import Part
-from meshtune.layout.pieces import Piece, named_pieces
+from meshtune.layout.pieces import Piece, aliases, named_pieces
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 
@@ -27,19 +27,12 @@ def model_state(model: nn.Module) -> State:
     """
     seen: set[int] = set()
     state: State = {}
-    pieces, names = named_pieces(model), _canonical(model)
+    pieces, names = named_pieces(model), aliases(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
             state[f"{_MODEL}.{names.get(name, name)}"] = _part(tensor.detach(), pieces.get(name))
     return state
-
-
-def _canonical(model: nn.Module) -> dict[str, str]:
-    """Names of tied tensors to that of their origin, where the origin itself is not on this rank."""
-    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
-    present = model.state_dict().keys()
-    return {target: origin for target, origin in tied.items() if origin not in present}
 
 
 def _part(tensor: Tensor, piece: Piece | None) -> Tensor:
@@ -56,7 +49,7 @@ class OptimizerState:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self._optimizer = optimizer
         self._parameters = dict(model.named_parameters())
-        self._pieces, self._names = named_pieces(model), _canonical(model)
+        self._pieces, self._names = named_pieces(model), aliases(model)
 
     def tensors(self) -> State:
         """`optimizer.<name>.<moment>`, sharing memory with the optimizer's state."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from meshtune.layout.peers import Peers
 
-_AVAILABLE: frozenset[str] = frozenset({"tp", "cp", "ep"})
+_AVAILABLE: frozenset[str] = frozenset({"tp", "cp", "ep", "pp"})
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class Layout:
     def resolve(cls, section: DistributedSection, world_size: int, device_type: str = "cpu") -> Layout:
         """The layout of `section` on `world_size` ranks. Raises LayoutError listing every misfit."""
         fixed = {"pp": section.pp_size, "cp": section.cp_size, "tp": section.tp_size}
-        fixed["dp_replicate"] = world_size if section.strategy == "ddp" else section.dp_replicate_size
+        rest = "dp_replicate" if section.strategy == "ddp" else "dp_shard"
+        if rest == "dp_shard":
+            fixed["dp_replicate"] = section.dp_replicate_size
         product = math.prod(fixed.values())
         if world_size % product:
             keys = {f"{axis}_size": size for axis, size in fixed.items() if size != 1}
@@ -50,7 +52,7 @@ class Layout:
                 f"ranks that is a multiple of {product}, found {world_size}; start "
                 f"{_nearest_multiples(world_size, product)}, or lower a size"
             )
-        degrees = {axis: fixed.get(axis, world_size // product) for axis in AXES}
+        degrees = {axis: fixed.get(axis, world_size // product if axis == rest else 1) for axis in AXES}
         layout = cls(
             degrees,
             section.strategy,

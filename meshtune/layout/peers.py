@@ -63,9 +63,9 @@ class RankPeers:
         tensor = tensor.detach().contiguous()
         if self.size == 1:
             return tensor[0]
-        own = tensor.new_empty(tensor[0].numel())
-        dist.reduce_scatter_tensor(own, tensor.flatten(), group=self.group)
-        return own.view(tensor.shape[1:])
+        own = tensor.new_empty(tensor.shape[1:])  # no view: models may write into it
+        dist.reduce_scatter_tensor(own.view(-1), tensor.flatten(), group=self.group)
+        return own
 
     def all_to_all(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         tensor = tensor.detach().contiguous()

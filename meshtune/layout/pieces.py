@@ -8,7 +8,7 @@ apart, which no placement of DTensor says.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _ATTRIBUTE = "_meshtune_pieces"
+_ALIASES = "_meshtune_aliases"
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,16 @@ def named_pieces(model: nn.Module) -> dict[str, Piece]:
         for path, module in model.named_modules()
         for name, piece in module.__dict__.get(_ATTRIBUTE, {}).items()
     }
+
+
+def set_aliases(model: nn.Module, names: Mapping[str, str]) -> None:
+    """Say that parameters of `model` are copies of those that other ranks hold under other names (tied ones, of a pipeline)."""
+    model.__dict__[_ALIASES] = dict(names)
+
+
+def aliases(model: nn.Module) -> Mapping[str, str]:
+    """Names of such copies, and by what name the original goes in a checkpoint."""
+    return model.__dict__.get(_ALIASES, {})
 
 
 def whole_shape(shape: Any, piece: Piece | None) -> tuple[int, ...]:

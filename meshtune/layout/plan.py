@@ -7,7 +7,7 @@ leaves is summed. Everything inside that is not cut is *shared*: each rank has a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -76,6 +76,29 @@ class Plan:
     whole: tuple[str, ...] = ()
     experts: tuple[Experts, ...] = ()
     balancing: Balancing | None = None
+
+    def on_stage(self, units: Sequence[str], absent: Collection[str]) -> Plan:
+        """The rules of what a pipeline rank holds: the blocks `units`, and all that is not inside the modules `absent`."""
+
+        def here(name: str) -> bool:
+            return not any(name == path or name.startswith(f"{path}.") for path in absent)
+
+        splits = (Split(tuple(filter(here, s.entries)), tuple(filter(here, s.exits))) for s in self.splits)
+        return replace(
+            self,
+            units=tuple(units),
+            splits=tuple(s for s in splits if s.entries or s.exits),
+            cuts={name: cut for name, cut in self.cuts.items() if here(name)},
+            shared=frozenset(filter(here, self.shared)),
+            divided=frozenset(filter(here, self.divided)),
+            gathered=frozenset(filter(here, self.gathered)),
+            selected={name: groups for name, groups in self.selected.items() if here(name)},
+            attributes={name: values for name, values in self.attributes.items() if here(name)},
+            head_inputs={name: heads for name, heads in self.head_inputs.items() if here(name)},
+            vocabulary=tuple(filter(here, self.vocabulary)),
+            whole=tuple(filter(here, self.whole)),
+            experts=tuple(found for found in self.experts if here(found.path)),
+        )
 
     def sharing_out(self, experts: Sequence[Experts]) -> Plan:
         """The same plan with whole experts on each rank in the place of a part of every expert."""

@@ -19,3 +19,7 @@ class Span:
     enter: str | None = None
     leave: str | None = None
     replaced: Mapping[str, nn.Module] = field(default_factory=dict)
+
+
+class Absent:
+    """Base of what stands in a module's place on the pipeline stages that are without it. It has no parameters."""

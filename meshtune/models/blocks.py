@@ -6,9 +6,18 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+_ATTRIBUTE = "_meshtune_units"
+
+
+def remember_units(model: PreTrainedModel) -> None:
+    """Keep the names of the blocks, which a pipeline stage no longer has all."""
+    model.__dict__[_ATTRIBUTE] = unit_names(model)
+
 
 def unit_names(model: PreTrainedModel) -> list[str]:
     """Qualified names of the repeated blocks, in the order in which they are defined."""
+    if (known := model.__dict__.get(_ATTRIBUTE)) is not None:
+        return list(known)
     blocks = set(model._no_split_modules or ())
     found: list[str] = []
     for name, module in model.named_modules():

@@ -19,7 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import ContextManagers
 
 from meshtune.errors import ModelError
-from meshtune.models.blocks import unit_names
+from meshtune.models.blocks import remember_units, unit_names
 from meshtune.models.fitting import check_fits, names, refuse_misfits
 from meshtune.models.initialize import initialize_buffers
 from meshtune.models.reading import read, stored_tensors
@@ -43,6 +43,7 @@ def build(source: Source, attention: str) -> PreTrainedModel:
     except (ValueError, ImportError) as error:
         raise ModelError(f"model.attention: {model_class.__name__} cannot run {attention}: {error}") from error
     model.tie_weights()
+    remember_units(model)
     return model.train()
 
 

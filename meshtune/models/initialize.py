@@ -19,6 +19,7 @@ from transformers.initialization import guard_torch_init_functions
 
 from meshtune.errors import ModelError
 from meshtune.layout.pieces import named_pieces, piece_of, whole_shape
+from meshtune.layout.span import Absent
 from meshtune.models.blocks import unit_names
 from meshtune.models.constructed import Constructed
 from meshtune.models.placing import has_value, local_of, own_slice, parameter_like, without_value
@@ -88,7 +89,7 @@ def _blocks(model: PreTrainedModel) -> Iterator[tuple[str, _Members]]:
     holders = {unit[:dot] for unit in units for dot, mark in enumerate(unit) if mark == "."} | {""}
     inner: dict[str, _Members] = {}
     for path, module in model.named_modules():
-        if path not in holders:
+        if path not in holders and not isinstance(module, Absent):
             outermost = next(prefix for prefix in _prefixes(path) if prefix not in holders)
             inner.setdefault(outermost, []).append((path, module))
     yield from inner.items()

@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
-from meshtune.layout.pieces import named_pieces
+from meshtune.layout.pieces import aliases, named_pieces
 from meshtune.models.blocks import unit_names
 from meshtune.models.naming import Renaming
 from meshtune.models.placing import own_box, own_rectangles, own_slice, parameter_like, without_value
@@ -72,6 +72,9 @@ def read(
         if isinstance(meta, DTensor) and meta.is_meta and meta.to_local().numel() == 0:
             _put(model, name, without_value(meta, device))  # fewer rows than ranks: this one has none
             info.missing_keys.discard(name)
+    for name in info.missing_keys & aliases(model).keys():
+        _put(model, name, without_value(own[name], device))  # its value comes from the stage that has the original
+        info.missing_keys.discard(name)
     return info
 
 

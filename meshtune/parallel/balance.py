@@ -7,8 +7,8 @@ added in its backward, on whatever rank, stage and micro-batch that is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -86,6 +86,23 @@ class Balance:
         at = next(i for i, part in enumerate(output) if i != place and isinstance(part, Tensor) and part.requires_grad)
         carried = add_balance_gradient(output[at], logits, real, self._known_pull)
         return type(output)((*output[:at], carried, *output[at + 1 :]))
+
+    def reopening(
+        self, other: Callable[[], AbstractContextManager[None]] | None = None
+    ) -> Callable[[], AbstractContextManager[None]]:
+        """Opens later, when a block runs again, the batch that it runs on now; and inside it, `other`."""
+        real = self._real
+
+        @contextmanager
+        def open_again() -> Iterator[None]:
+            before, self._real = self._real, real
+            try:
+                with nullcontext() if other is None else other():
+                    yield
+            finally:
+                self._real = before
+
+        return open_again
 
     def _see_batch(self, _root: nn.Module, args: tuple[Any, ...]) -> None:
         self._real = args[1].real_tokens

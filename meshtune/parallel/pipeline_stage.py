@@ -66,7 +66,7 @@ class ScheduledStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, last_backward: bool = False, **kwargs: Any) -> None:
         self._before_backward(self._stage, last_backward)
-        super().backward_one_chunk(bwd_chunk_id, *args, last_backward=last_backward, **kwargs)
+        super().backward_one_chunk(bwd_chunk_id, *args, last_backward=last_backward, **kwargs)  # type: ignore[misc]
 
 
 def _nothing_left() -> Callable[[], None]:

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshtune.layout.span import Absent
+
 __all__ = ["AbsentBlock", "AbsentEmbedding", "AbsentModule", "is_absent"]
 
 
-class AbsentModule(nn.Module):
+class AbsentModule(nn.Module, Absent):
     """A module that this stage does not run. Answers for the attributes of the original."""
 
     def __init__(self, original: nn.Module):
@@ -73,4 +75,4 @@ class _TensorOrTuple(torch.Tensor):
 
 def is_absent(module: nn.Module) -> bool:
     """Whether a module of the tree is on other pipeline stages only."""
-    return isinstance(module, AbsentModule)
+    return isinstance(module, Absent)

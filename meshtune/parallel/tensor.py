@@ -6,7 +6,7 @@ No module is replaced and no forward is changed: parameters become smaller, and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,8 +41,9 @@ def _owners(root: nn.Module, parameter: nn.Parameter) -> list[tuple[nn.Module, s
     return [(module, name) for module in root.modules() for name, p in module._parameters.items() if p is parameter]
 
 
-def parallelize(model: nn.Module, plan: Plan, layout: Layout) -> None:
-    """Apply the rules for the tp axis to `model`, in place."""
+def parallelize(model: nn.Module, plan: Plan, layout: Layout, runs: Sequence[Sequence[str]] = ()) -> None:
+    """Apply the rules for the tp axis to `model`, in place. `runs` are the blocks that run one after another on this rank: all
+    of them, or those of each pipeline stage."""
     peers = layout.peers("tp")
     sequence = layout.sequence_parallel
     cut_parameters(model, dict(plan.cuts), layout)
@@ -63,7 +64,7 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout) -> None:
         if isinstance(module, nn.Embedding):
             _look_up_own_rows(module, peers)
     if sequence and plan.units:
-        _cut_sequence(model, plan, peers)
+        _cut_sequence(model, plan, runs or [plan.units], peers)
         return
     for split in plan.splits:
         for path in split.entries:
@@ -118,10 +119,11 @@ class _Sequence:
         return work(tensor) if tensor.ndim > 2 else work(tensor.unflatten(0, (-1, length))).flatten(0, 1)
 
 
-def _cut_sequence(model: nn.Module, plan: Plan, peers: Peers) -> None:
-    """From the first block to the last, hidden states are this rank's part of the sequence; splits see all of it."""
+def _cut_sequence(model: nn.Module, plan: Plan, runs: Sequence[Sequence[str]], peers: Peers) -> None:
+    """From the first block of a run to its last, hidden states are this rank's part of the sequence; splits see all of it."""
     sequence = _Sequence(peers)
-    _scatter_at_entry(model.get_submodule(plan.units[0]), sequence)
+    for run in runs:
+        _scatter_at_entry(model.get_submodule(run[0]), sequence)
     for split in plan.splits:
         for path in split.entries:
             _at_entry(model.get_submodule(path), sequence.join, sequence.holds)
@@ -130,7 +132,8 @@ def _cut_sequence(model: nn.Module, plan: Plan, peers: Peers) -> None:
     for path in plan.whole:
         _at_entry(model.get_submodule(path), sequence.join, sequence.holds)
         _at_exit(model.get_submodule(path), sequence.own)
-    _at_exit(model.get_submodule(plan.units[-1]), partial(sequence.join, partial=False))
+    for run in runs:
+        _at_exit(model.get_submodule(run[-1]), partial(sequence.join, partial=False))
 
 
 def _scatter_at_entry(block: nn.Module, sequence: _Sequence) -> None:

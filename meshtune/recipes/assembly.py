@@ -25,6 +25,8 @@ from meshtune.training.state import TrainState
 from meshtune.training.step import TrainStep, validate
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from meshtune.recipes.run import Setup
 
 
@@ -33,11 +35,20 @@ def build_model(setup: Setup, weights: Mapping[str, torch.Tensor] | None) -> tup
     source, device = setup.plan.source, setup.world.device
     training = setup.recipe.training
     dtype = torch.bfloat16 if setup.precision == "bf16" else torch.float32
-    settings = Settings(dtype, training.activation_checkpointing, training.compile, reopening)
     model = hf.build(source, setup.attention.implementation)
+    settings = Settings(
+        dtype,
+        training.activation_checkpointing,
+        training.compile,
+        reopening,
+        setup.recipe.distributed.pp_schedule or "1f1b",
+        setup.recipe.distributed.pp_microbatches,
+        _active_share(model.config.get_text_config(decoder=True)),
+    )
     root = CausalLM(model)
     plan = declare(model, setup.findings, setup.layout)
-    shard(root, model, setup.layout, plan, settings)
+    setup.flops_per_token = _flops_per_token(setup, model)
+    sharded = shard(root, model, setup.layout, plan, settings)
     if setup.resume is not None:
         initialize(model, None, device)
     elif weights is not None:
@@ -47,7 +58,7 @@ def build_model(setup: Setup, weights: Mapping[str, torch.Tensor] | None) -> tup
         initialize(model, setup.recipe.seed, device)
     else:
         setup.world.all_together(lambda: hf.load(model, source, device))
-    return root, replicate(root, model, setup.layout, plan, settings)
+    return root, replicate(root, model, setup.layout, sharded, settings)
 
 
 def assemble(setup: Setup, parallel: Parallel, stop: SignalStop) -> tuple[Fit, TrainState, Reporter]:
@@ -140,14 +151,14 @@ def _reporter(setup: Setup) -> Reporter:
         setup.world.rank,
         setup.world.size,
         setup.world.device,
-        _flops_per_token(setup),
+        setup.flops_per_token,
         setup.peak_flops,
     )
 
 
-def _flops_per_token(setup: Setup) -> float:
+def _flops_per_token(setup: Setup, model: PreTrainedModel) -> float:
     """Of a dense model. A mixture of experts is counted by its active share of expert parameters."""
-    model, data = setup.model.model, setup.train_data
+    data = setup.train_data
     config = model.config.get_text_config(decoder=True)
     head = model.get_output_embeddings()
     head_size = sum(p.numel() for p in head.parameters())

@@ -29,7 +29,7 @@ _TOLERANCE = 1e-4
 def disagreement(twin: PreTrainedModel, declare: Callable[[PreTrainedModel], Plan], layout: Layout) -> str | None:
     """None if `twin`, cut by the plan that `declare` gives it for the tp ranks of `layout`, trains as it does whole."""
     size = layout.size("tp")
-    batch = _batch(twin, _TOKENS_A_RANK * size)
+    batch = one_row(twin, _TOKENS_A_RANK * size)
     wanted = _train(copy.deepcopy(twin), batch)
     only_tp = replace(layout, degrees={**dict.fromkeys(layout.degrees, 1), "tp": size}, ep=1)
 
@@ -48,7 +48,8 @@ def disagreement(twin: PreTrainedModel, declare: Callable[[PreTrainedModel], Pla
     return next((problem for found in ranks if (problem := _differs(found, wanted)) is not None), None)
 
 
-def _batch(twin: PreTrainedModel, length: int) -> Batch:
+def one_row(twin: PreTrainedModel, length: int) -> Batch:
+    """A row of tokens, two of three of them supervised."""
     row = row_of_tokens(twin, length)[None]
     labels = torch.cat([row[:, 1:], torch.full((1, 1), -100)], 1)
     labels[:, ::3] = -100

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshtune.config import recipe_hash
-from meshtune.errors import RecipeError
+from meshtune.errors import Problem, RecipeError
 from meshtune.layout import Layout
 from meshtune.recipes.recipe import Recipe
 from meshtune.training.section import BatchSizes
@@ -56,11 +56,30 @@ def plan(recipe: Recipe, world_size: int, device_type: str = "cpu") -> Plan:
     from meshtune.models.source import load_tokenizer, resolve
 
     layout = Layout.resolve(recipe.distributed, world_size, device_type)
-    sizes = recipe.training.batch_sizes(layout.size("batch"))
+    sizes = recipe.training.batch_sizes(layout.size("batch"), recipe.distributed.pp_microbatches or layout.size("pp"))
+    _check_pipeline(recipe, layout, sizes)
     source = resolve(recipe.model)
     layout.check(source.facts())
     length = _max_seq_length(recipe, source.max_positions)
     return Plan(with_folder(recipe), layout, sizes, source, load_tokenizer(recipe.model), length)
+
+
+def _check_pipeline(recipe: Recipe, layout: Layout, sizes: BatchSizes) -> None:
+    """Raises RecipeError naming what a pipeline cannot do with so many micro-batches."""
+    if layout.size("pp") == 1:
+        return
+    from meshtune.parallel.pipeline import problems
+
+    asked = recipe.distributed
+    found = problems(
+        layout.size("pp"),
+        asked.pp_schedule or "1f1b",
+        asked.pp_microbatches,
+        sizes.accumulation,
+        recipe.training.compile,
+    )
+    if misfits := [Problem(key, message) for key, message in found]:
+        raise RecipeError(misfits)
 
 
 def _max_seq_length(recipe: Recipe, positions: int | None) -> int:

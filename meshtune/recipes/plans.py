@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +17,7 @@ from meshtune.errors import LayoutError, ModelError
 from meshtune.layout import Layout, Plan
 from meshtune.layout.experts import problems as misfits
 from meshtune.models.blocks import unit_names
+from meshtune.models.causal_lm import CausalLM
 from meshtune.models.experts import experts_modules
 from meshtune.models.plans import derive
 from meshtune.models.plans.derive import Findings, find
@@ -25,8 +27,10 @@ from meshtune.models.routers import balancing, disproof
 from meshtune.models.shrink import Degrees
 from meshtune.models.source import Source
 from meshtune.models.twin import build_twin, miniature_config, row_of_tokens
+from meshtune.parallel.stage_trial import fault_of_stages
 from meshtune.recipes.block_proof import BlockProof, Calls
-from meshtune.recipes.model_proof import disagreement
+from meshtune.recipes.model_proof import disagreement, one_row
+from meshtune.recipes.objectives import next_token
 
 _TOKENS = 12
 _NO_EXPERTS = "distributed.ep_size: {} has no effect on {}, which has no experts; write ep_size: 1"
@@ -35,6 +39,8 @@ _NO_EXPERTS = "distributed.ep_size: {} has no effect on {}, which has no experts
 def find_plan(source: Source, layout: Layout, asked: Mapping[str, str] | None = None) -> Findings | None:
     """What must be tried before a model can be cut for a layout; None where nothing must. `asked` is `distributed.plan`."""
     _check_balancing(source)
+    if layout.size("pp") > 1:
+        _check_stages(source)
     return None if layout.size("tp") == 1 else findings(source, layout, asked)
 
 
@@ -49,6 +55,22 @@ def _check_balancing(source: Source) -> None:
             f"model.name: the config of {type(twin).__name__} sets output_router_logits, but its load-balancing loss is not "
             f"known: {reason}; set it to false in config.json"
         )
+
+
+def _check_stages(source: Source) -> None:
+    """Raises LayoutError if layers need more than hidden states of those before them."""
+    config = miniature_config(source, Degrees(layers=2))
+
+    def build() -> tuple[CausalLM, PreTrainedModel]:
+        twin = build_twin(source, config, "eager", torch.device("cpu")).train()
+        return CausalLM(twin), twin
+
+    reason = fault_of_stages(
+        build, lambda model: unit_names(cast(PreTrainedModel, model)), next_token, one_row(build()[1], _TOKENS)
+    )
+    if reason is not None:
+        name = source.model_class.__name__
+        raise LayoutError(f"distributed.pp_size: {name} cannot be cut into stages: {reason}; write pp_size: 1")
 
 
 def declare(model: PreTrainedModel, found: Findings | None, layout: Layout) -> Plan:

@@ -62,6 +62,9 @@ def run(
 class Setup:
     """Everything between a recipe and its loop, in the order in which it is built."""
 
+    flops_per_token: float
+    """Of forward and backward; known when the model is built and not yet cut."""
+
     def __init__(
         self,
         recipe: Recipe,

@@ -61,12 +61,13 @@ class TrainingSection(Section):
                 f"{large} is not a multiple of per_device_batch_size {small}; write {' or '.join(map(str, multiples))}",
             )
 
-    def batch_sizes(self, ranks: int) -> BatchSizes:
-        """Both sizes for `ranks` data-parallel ranks. Raises RecipeError if they contradict each other."""
+    def batch_sizes(self, ranks: int, together: int = 1) -> BatchSizes:
+        """Both sizes for `ranks` data-parallel ranks, and, where the recipe leaves it open, `together` micro-batches or a
+        multiple in each optimizer step. Raises RecipeError if they contradict each other."""
         small, large = self.per_device_batch_size, self.global_batch_size
         if large is None:
             small = small or 1
-            return BatchSizes(small * ranks, small, 1)
+            return BatchSizes(small * ranks * together, small, together)
         unit = (small or 1) * ranks
         if large % unit:
             each = (
@@ -80,7 +81,8 @@ class TrainingSection(Section):
                 f"training.global_batch_size: {large} cannot be shared out over {each}; write {nearest}, or change the ranks"
             )
         share = large // ranks
-        small = small or max(n for n in range(1, min(share, _LARGEST_DERIVED_BATCH) + 1) if share % n == 0)
+        fitting = [n for n in range(1, min(share, _LARGEST_DERIVED_BATCH) + 1) if share % n == 0]
+        small = small or max((n for n in fitting if share // n % together == 0), default=fitting[0])
         return BatchSizes(large, small, share // small)
 
     def total_steps(self, batches_per_epoch: int) -> int:

@@ -14,7 +14,7 @@ from meshtune.data.batch import Batch
 from meshtune.errors import TrainingError
 from meshtune.layout import Layout
 from meshtune.models.causal_lm import CausalLM
-from meshtune.optim.grad_norm import clip_grad_norm_, grad_norm
+from meshtune.optim.grad_norm import clip_grad_norm_
 from meshtune.parallel import Objective, Parallel
 
 
@@ -75,7 +75,7 @@ class TrainStep:
             )
         loss_sum = self.parallel.train(self.objective, [batch.to(self.device) for batch in batches], 1 / supervised)
         loss_sum = total_loss(loss_sum, self.layout)
-        norm = grad_norm(self._parameters(), self.parallel.parts)
+        norm = self.parallel.grad_norm(self._parameters())
         result = StepResult(loss_sum / supervised, loss_sum, norm, tokens, supervised, interrupts, terminations)
         result.metrics.update(self.parallel.metrics)
         self._check_finite(result, step)

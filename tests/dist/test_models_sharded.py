@@ -24,7 +24,7 @@ from meshtune.models.export import export
 from meshtune.models.initialize import fill, initialize
 from meshtune.models.section import ModelSection
 from meshtune.models.source import Source, causal_lm
-from meshtune.parallel import Settings, replicate, shard
+from meshtune.parallel import Settings, Sharded, replicate, shard
 from tests.ranks import Ranks
 from tests.unit.models_tiny import save_tiny, saved_source, tiny_config
 
@@ -220,7 +220,7 @@ def write(folder: str, names: list[str], strategy: str) -> list[str]:
         root = sharded(source, strategy=strategy, activation_checkpointing="full")
         hf.load(root.model, source, CPU)
         layout = Layout.resolve(DistributedSection(strategy=strategy), dist.get_world_size()).connect()
-        replicate(root, root.model, layout, Plan(), Settings())
+        replicate(root, root.model, layout, Sharded(Plan()), Settings())
         export(root.model, source, None, Path(folder) / f"{strategy}-{name}")
     try:
         export(root.model, source, _Full(), Path(folder) / "failed")

@@ -80,8 +80,7 @@ def many_processes(section: DistributedSection, expert_of: str) -> tuple[dict[st
     layout = Layout.resolve(section, dist.get_world_size()).connect()
     root = Root()
     plan = Plan(("layers.0", "layers.1"))
-    shard(root, root, layout, plan, Settings())
-    parallel: Parallel = replicate(root, root, layout, plan, Settings())
+    parallel: Parallel = replicate(root, root, layout, shard(root, root, layout, plan, Settings()), Settings())
     update = optimizer(root)
     for step in range(STEPS):
         batches = [micro_batch(step, part, dist.get_rank(), expert_of) for part in range(2)]

@@ -1,4 +1,4 @@
-"""Gradients of which each rank has a part: added up once, after the last backward of an optimizer step."""
+"""Gradients of which each tp rank has a part: added up once, after the last backward of an optimizer step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from meshtune.layout.peers import Peers
 
 
-class SharedGradients:
+class TensorGradients:
     """Of `parameters` every rank of `peers` holds the whole, and a part of the gradient. None of both: nothing to do."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], peers: Peers | None):
