@@ -17,7 +17,7 @@ from meshtune.models.blocks import unit_names
 from meshtune.models.plans.choices import Choice, Unfit, choices
 from meshtune.models.plans.geometry import realise
 from meshtune.models.plans.regions import Flow, Part, Region, find_regions
-from meshtune.models.plans.tables import Role
+from meshtune.models.plans.tables import Role, table_roles
 
 Signature = tuple[str, ...]
 Prove = Callable[[str, Plan], str | None]
@@ -37,9 +37,13 @@ class Findings:
 
 
 def find(
-    twin: PreTrainedModel, flows: Mapping[str, Flow], roles: Mapping[str, Role], size: int, prove: Prove
+    twin: PreTrainedModel, flows: Mapping[str, Flow], asked: Mapping[str, Role], size: int, prove: Prove
 ) -> Findings:
-    """Regions and choices of every kind of block of `twin`, each proved. Raises LayoutError if nothing at all can be cut."""
+    """Regions and choices of every kind of block of `twin`, each proved; `asked` are roles that the recipe gives layers.
+
+    Raises LayoutError if nothing at all can be cut, or something not as it is asked for.
+    """
+    roles = {**table_roles(twin), **asked}
     found = Findings()
     for unit in unit_names(twin):
         block = twin.get_submodule(unit)
@@ -54,6 +58,7 @@ def find(
                 found.regions[signature].append((region, choice))
             else:
                 found.whole[re.sub(r"\.\d+\.", ".*.", f"{unit}.{region.path}")] = reason
+        _check_asked(unit, asked, found, signature)
     if not any(found.regions.values()):
         reasons = (
             "; ".join(f"{path}: {reason}" for path, reason in found.whole.items())
@@ -64,6 +69,29 @@ def find(
             "distributed.plan which layers are colwise and which rowwise"
         )
     return found
+
+
+def _check_asked(unit: str, asked: Mapping[str, Role], found: Findings, signature: Signature) -> None:
+    """Raises LayoutError if the recipe gives a layer a role that it does not have."""
+    actual: dict[str, Role] = {}
+    for region, _ in found.regions[signature]:
+        for part in region.parts:
+            if isinstance(part, Part):
+                actual |= {**dict.fromkeys(part.columns, "column"), part.row: "row"}
+            else:
+                names = {**dict.fromkeys(part.columns, "column"), **dict.fromkeys(part.rows, "row")}
+                actual |= {f"{part.parent}.{name}": role for name, role in names.items()}
+    styles = {"column": "colwise", "row": "rowwise", "replicate": "replicate"}
+    for name, role in asked.items():
+        own = name.removeprefix(f"{unit}.")
+        if own == name or actual.get(own, "replicate") == role:
+            continue
+        generic = re.sub(r"\.\d+\.", ".*.", name)
+        why = next(
+            (text for path, text in found.whole.items() if generic.startswith(path)),
+            "the layers around it do not fit that",
+        )
+        raise LayoutError(f"distributed.plan: {generic} cannot be {styles[role]}: {why}")
 
 
 def _choose(

@@ -26,16 +26,18 @@ _ROLES: dict[str, Role] = {
 }
 
 
-def roles(model: PreTrainedModel, asked: Mapping[str, str] | None = None) -> dict[str, Role]:
-    """Qualified name of a module or parameter to its role: from the config's tables, and before them from the recipe's `plan`.
-
-    Raises LayoutError naming a pattern of the recipe that matches nothing.
-    """
-    names = [*(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
-    found: dict[str, Role] = {}
+def table_roles(model: PreTrainedModel) -> dict[str, Role]:
+    """Qualified name of a module or parameter to its role in the tables of the model's config."""
+    names, found = _names(model), {}
     for pattern, style in (getattr(model, "_tp_plan", None) or {}).items():
         if style in _ROLES:
             found.update(dict.fromkeys(matching(pattern, names), _ROLES[style]))
+    return found
+
+
+def asked_roles(model: PreTrainedModel, asked: Mapping[str, str] | None) -> dict[str, Role]:
+    """The same for the recipe's own `distributed.plan`. Raises LayoutError naming a pattern that matches nothing."""
+    names, found = _names(model), {}
     for pattern, style in (asked or {}).items():
         matched = matching(pattern, names)
         if not matched:
@@ -44,6 +46,10 @@ def roles(model: PreTrainedModel, asked: Mapping[str, str] | None = None) -> dic
             )
         found.update(dict.fromkeys(matched, _ROLES[style]))
     return found
+
+
+def _names(model: PreTrainedModel) -> list[str]:
+    return [*(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
 
 
 def matching(pattern: str, names: list[str]) -> list[str]:
@@ -55,6 +61,8 @@ def matching(pattern: str, names: list[str]) -> list[str]:
 def _nearest(pattern: str, model: nn.Module) -> str:
     from meshtune.config.suggest import nearest
 
+    if re.search(r"\.\d+\.", pattern):
+        return "write * in the place of a layer's number: layers of one kind are cut alike"
     generic = sorted({re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name, _ in model.named_modules() if name})
     close = nearest(pattern, generic)
     return f"did you mean {close!r}?" if close else f"its modules are {', '.join(generic[:12])}, ..."
