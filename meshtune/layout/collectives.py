@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshtune.layout.peers import Peers
 
-__all__ = ["all_to_all", "copy_to", "gather_from", "reduce_from", "reduce_scatter_to", "scatter_to"]
+__all__ = ["all_to_all", "copy_to", "gather_from", "reduce_from", "reduce_scatter_to", "scatter_to", "share_of"]
 
 
 def copy_to(tensor: Tensor, peers: Peers) -> Tensor:
@@ -24,6 +24,12 @@ def copy_to(tensor: Tensor, peers: Peers) -> Tensor:
 def reduce_from(tensor: Tensor, peers: Peers) -> Tensor:
     """The sum over ranks; each rank's gradient is that of the sum."""
     return tensor if peers.size == 1 else _ReduceFrom.apply(tensor, peers)
+
+
+def share_of(tensor: Tensor, peers: Peers) -> Tensor:
+    """This rank's share of a tensor that is the same on every rank: a sum over ranks gives it back, and its gradient is that of
+    the sum. Nothing is communicated."""
+    return tensor if peers.size == 1 else _ShareOf.apply(tensor, peers.size)
 
 
 def gather_from(tensor: Tensor, dim: int, peers: Peers, partial: bool = True) -> Tensor:
@@ -76,6 +82,16 @@ class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, peers: Peers) -> Tensor:
         return peers.all_reduce(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None
+
+
+class _ShareOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, size: int) -> Tensor:
+        return tensor / size
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

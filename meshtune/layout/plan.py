@@ -35,10 +35,23 @@ class Group:
 
 @dataclass(frozen=True)
 class Split:
-    """Modules that compute a part of a sum on each tp rank: inputs enter at `entries`, outputs leave at `exits`."""
+    """Modules that compute a part of a sum on each tp rank: inputs enter at `entries`, outputs leave at `exits`.
+
+    With `adds`, activations that enter beside the first are added to the output: each rank adds its share of them.
+    """
 
     entries: tuple[str, ...]
     exits: tuple[str, ...]
+    adds: bool = False
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """How blocks are given sequences: `dim` is the dimension of positions in the hidden states that they hand on; `beside` are
+    the places or names of further arguments [batch, positions, ...] that carry a gradient."""
+
+    dim: int = 1
+    beside: tuple[int | str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,6 +72,7 @@ class Plan:
             how many heads; each rank takes its own.
         vocabulary: modules whose weight is cut by rows of the vocabulary: the embedding, and the head.
         whole: modules that stay whole and whose output at a position depends on others, so they need the whole sequence.
+        sequences: how blocks are given sequences.
         experts: modules whose experts are shared out where the layout has an `ep` axis.
         balancing: the load-balancing loss that the model asks for.
     """
@@ -76,6 +90,7 @@ class Plan:
     whole: tuple[str, ...] = ()
     experts: tuple[Experts, ...] = ()
     balancing: Balancing | None = None
+    sequences: Sequences = Sequences()
 
     def on_stage(self, units: Sequence[str], absent: Collection[str]) -> Plan:
         """The rules of what a pipeline rank holds: the blocks `units`, and all that is not inside the modules `absent`."""
@@ -83,7 +98,9 @@ class Plan:
         def here(name: str) -> bool:
             return not any(name == path or name.startswith(f"{path}.") for path in absent)
 
-        splits = (Split(tuple(filter(here, s.entries)), tuple(filter(here, s.exits))) for s in self.splits)
+        splits = (
+            replace(s, entries=tuple(filter(here, s.entries)), exits=tuple(filter(here, s.exits))) for s in self.splits
+        )
         return replace(
             self,
             units=tuple(units),
@@ -127,6 +144,7 @@ class Plan:
             tuple(chain.from_iterable(plan.vocabulary for plan in plans)),
             tuple(chain.from_iterable(plan.whole for plan in plans)),
             tuple(chain.from_iterable(plan.experts for plan in plans)),
+            sequences=self.sequences,
         )
 
     def under(self, prefix: str) -> Plan:
@@ -137,7 +155,7 @@ class Plan:
 
         return Plan(
             tuple(at(name) for name in self.units),
-            tuple(Split(tuple(map(at, s.entries)), tuple(map(at, s.exits))) for s in self.splits),
+            tuple(replace(s, entries=tuple(map(at, s.entries)), exits=tuple(map(at, s.exits))) for s in self.splits),
             {at(name): cut for name, cut in self.cuts.items()},
             frozenset(map(at, self.shared)),
             frozenset(map(at, self.divided)),

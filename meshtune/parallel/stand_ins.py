@@ -60,7 +60,8 @@ class AbsentEmbedding(AbsentModule):
 
 
 class _TensorOrTuple(torch.Tensor):
-    """Hidden states, for a loop that takes a block's output as such as well as for one that takes the output's first element.
+    """Hidden states, for a loop that takes a block's output as such as well as for one that takes the output's first element,
+    or unpacks a pair.
 
     What operators make of it is a plain tensor.
     """
@@ -71,6 +72,9 @@ class _TensorOrTuple(torch.Tensor):
         if isinstance(index, int):
             return self if index == 0 else None
         return super().__getitem__(index)
+
+    def __iter__(self) -> Any:
+        return iter((self, None))
 
 
 def is_absent(module: nn.Module) -> bool:

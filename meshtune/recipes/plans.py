@@ -22,6 +22,7 @@ from meshtune.models.experts import experts_modules
 from meshtune.models.plans import derive
 from meshtune.models.plans.derive import Findings, find
 from meshtune.models.plans.regions import head_count, trace
+from meshtune.models.plans.sequences import sequences
 from meshtune.models.plans.tables import asked_roles
 from meshtune.models.routers import balancing, disproof
 from meshtune.models.shrink import Degrees
@@ -99,7 +100,9 @@ def findings(source: Source, layout: Layout, asked: Mapping[str, str] | None = N
     row = row_of_tokens(twin, _TOKENS)[None]
     flows = trace(twin, units, lambda: twin(input_ids=row, use_cache=False))
     size = _proof_size(twin, size)
-    found = find(twin, flows, asked_roles(twin, asked), size, BlockProof(twin, calls.stop(), size))
+    seen = calls.stop()
+    found = find(twin, flows, asked_roles(twin, asked), size, BlockProof(twin, seen, size))
+    found.sequences = sequences([(call.args, call.kwargs) for call in seen.values()], _TOKENS)
     tried = replace(layout, degrees={**layout.degrees, "tp": size})
     problem = disagreement(twin, lambda model: derive.declare(model, found, size), tried)
     if problem is not None:

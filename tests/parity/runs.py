@@ -89,4 +89,5 @@ def check_course(found: Course, wanted: Course) -> None:
     errors = {
         name: ((found.weights[name] - weight).norm() / weight.norm()).item() for name, weight in wanted.weights.items()
     }
-    assert {name: error for name, error in errors.items() if not error <= TOLERANCE} == {}
+    wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
+    assert not wrong, wrong

@@ -17,7 +17,7 @@ class Choice:
 
     Attributes:
         border: where a split begins and ends: at the `child` of the block that holds the region, at the module that holds the
-            `part`, or at its `layers`.
+            `part`, at the `child` which also adds a residual stream that it is given (`adding`), or at the part's `layers`.
         stacked: whether a fused projection holds its parts one after another, or interleaved group by group.
         norms: whether a normalisation over all heads is given all of them (`gather`), or is one for each head (`cut`).
         counts: where a module reads how many heads there are: from its own numbers, from those and the width of all heads
@@ -25,7 +25,7 @@ class Choice:
         biases: whether the block is given a score bias for each head.
     """
 
-    border: Literal["child", "part", "layers"] = "child"
+    border: Literal["child", "part", "adding", "layers"] = "child"
     stacked: bool = True
     norms: Literal["gather", "cut"] = "gather"
     counts: Literal["own", "widths", "config"] = "own"
@@ -35,7 +35,7 @@ class Choice:
 def choices() -> Iterator[Choice]:
     """Every choice, the usual ones first."""
     for biases, counts, norms, border, stacked in itertools.product(
-        (False, True), ("own", "widths", "config"), ("gather", "cut"), ("child", "part", "layers"), (True, False)
+        (False, True), ("own", "widths", "config"), ("gather", "cut"), ("child", "part", "adding", "layers"), (True, False)
     ):
         yield Choice(border, stacked, norms, counts, biases)  # type: ignore[arg-type]
 

@@ -12,11 +12,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from meshtune.errors import LayoutError
 from meshtune.layout.pieces import Cut
-from meshtune.layout.plan import Plan
+from meshtune.layout.plan import Plan, Sequences
 from meshtune.models.blocks import unit_names
 from meshtune.models.plans.choices import Choice, Unfit, choices
 from meshtune.models.plans.geometry import realise
-from meshtune.models.plans.regions import Flow, Part, Region, find_regions
+from meshtune.models.plans.regions import Flow, Part, Region, find_regions, is_linear
 from meshtune.models.plans.tables import Role, table_roles
 
 Signature = tuple[str, ...]
@@ -30,6 +30,7 @@ class Findings:
 
     regions: dict[Signature, list[tuple[Region, Choice]]] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
+    sequences: Sequences = Sequences()
 
     def notes(self) -> list[str]:
         """What stays whole, for people."""
@@ -57,8 +58,12 @@ def find(
             if choice is not None:
                 found.regions[signature].append((region, choice))
             else:
-                found.whole[re.sub(r"\.\d+\.", ".*.", f"{unit}.{region.path}")] = reason
+                found.whole[_generic(f"{unit}.{region.path}")] = reason
         _check_asked(unit, asked, found, signature)
+    _check_inside_blocks(unit_names(twin), asked)
+    found.whole.update(
+        {_generic(name): "distributed.plan says so" for name, role in asked.items() if role == "replicate"}
+    )
     if not any(found.regions.values()):
         reasons = (
             "; ".join(f"{path}: {reason}" for path, reason in found.whole.items())
@@ -77,21 +82,32 @@ def _check_asked(unit: str, asked: Mapping[str, Role], found: Findings, signatur
     for region, _ in found.regions[signature]:
         for part in region.parts:
             if isinstance(part, Part):
-                actual |= {**dict.fromkeys(part.columns, "column"), part.row: "row"}
+                actual.update(dict.fromkeys(part.columns, "column"))
+                actual[part.row] = "row"
             else:
-                names = {**dict.fromkeys(part.columns, "column"), **dict.fromkeys(part.rows, "row")}
-                actual |= {f"{part.parent}.{name}": role for name, role in names.items()}
+                actual.update(dict.fromkeys((f"{part.parent}.{name}" for name in part.columns), "column"))
+                actual.update(dict.fromkeys((f"{part.parent}.{name}" for name in part.rows), "row"))
     styles = {"column": "colwise", "row": "rowwise", "replicate": "replicate"}
     for name, role in asked.items():
         own = name.removeprefix(f"{unit}.")
         if own == name or actual.get(own, "replicate") == role:
             continue
-        generic = re.sub(r"\.\d+\.", ".*.", name)
-        why = next(
-            (text for path, text in found.whole.items() if generic.startswith(path)),
-            "the layers around it do not fit that",
-        )
-        raise LayoutError(f"distributed.plan: {generic} cannot be {styles[role]}: {why}")
+        reasons = (text for path, text in found.whole.items() if _generic(name).startswith(path))
+        reason = next(reasons, "the layers that it feeds, or is fed by, do not fit that")
+        raise LayoutError(f"distributed.plan: {_generic(name)} cannot be {styles[role]}: {reason}")
+
+
+def _check_inside_blocks(units: list[str], asked: Mapping[str, Role]) -> None:
+    for name, role in asked.items():
+        if role != "replicate" and not any(name.startswith(f"{unit}.") for unit in units):
+            raise LayoutError(
+                f"distributed.plan: {name} is in none of the model's repeated blocks, and only their layers are cut by it"
+            )
+
+
+def _generic(name: str) -> str:
+    """A name with `*` in the place of its layer's number."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _choose(
@@ -123,7 +139,7 @@ def declare(model: PreTrainedModel, findings: Findings, size: int) -> Plan:
     Raises LayoutError where heads or widths cannot be shared out, or for a kind of block that the twin did not show.
     """
     units = unit_names(model)
-    plan = Plan(units=tuple(units))
+    plan = Plan(units=tuple(units), sequences=findings.sequences)
     if size == 1:
         return plan
     parts, problems = [], defaultdict(list)
@@ -161,6 +177,7 @@ def _whole(block: nn.Module, regions: list[Region]) -> list[str]:
         if name not in cut
         and not any(layer == name or layer.startswith(f"{name}.") for layer in layers)
         and any(p.ndim > 1 for p in child.parameters())
+        and not is_linear(child)
     ]
 
 

@@ -27,12 +27,12 @@ def realise(region: Region, block: nn.Module, config: PreTrainedConfig, choice: 
 
     Raises Unfit if the shapes do not allow this choice, LayoutError if no choice can cut it among so many ranks.
     """
-    if choice.border == "child" and not region.path:
+    if choice.border in ("child", "adding") and not region.path:
         raise Unfit("the block itself cannot be a split")
     plans = [_Cutter(part, block, config, choice, size).plan() for part in region.parts]
     plan = Plan().joined(*plans)
-    if choice.border == "child":
-        split = Split((region.path,), (region.path,))
+    if choice.border in ("child", "adding"):
+        split = Split((region.path,), (region.path,), choice.border == "adding")
     elif choice.border == "part":
         holders = tuple(part.parent for part in region.parts)
         if not all(holders):
