@@ -60,6 +60,7 @@ class Plan:
 
     Attributes:
         units: repeated blocks, in the order in which they run; the parameters of one are gathered together by data parallelism.
+        joined_units: units that read more of the one before them than hidden states, so that no pipeline stage begins with them.
         splits: see `Split`.
         cuts: parameters of which each rank holds a part.
         shared: parameters inside splits that every rank holds whole, with a part of the gradient on each.
@@ -91,6 +92,7 @@ class Plan:
     experts: tuple[Experts, ...] = ()
     balancing: Balancing | None = None
     sequences: Sequences = Sequences()
+    joined_units: frozenset[str] = frozenset()
 
     def on_stage(self, units: Sequence[str], absent: Collection[str]) -> Plan:
         """The rules of what a pipeline rank holds: the blocks `units`, and all that is not inside the modules `absent`."""

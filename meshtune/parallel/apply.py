@@ -101,6 +101,7 @@ def _cut_stages(root: nn.Module, model: nn.Module, layout: Layout, plan: Plan, s
         settings.pp_schedule,
         embedding_dtype=settings.compute_dtype if mixed else None,
         active_share=settings.active_share,
+        joined=plan.joined_units,
     )
     set_aliases(model, {name: first for name, first in cut.placement.canonical.items() if name != first})
     return cut

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import nn
 
@@ -19,33 +19,39 @@ def cost(module: nn.Module, active_share: float = 1.0) -> float:
     return sum(sizes.values())
 
 
-def partition(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
+def partition(
+    costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0, joined: Collection[int] = ()
+) -> list[range]:
     """Consecutive blocks of each of `stages`, at least one, with the smallest possible cost of the dearest stage.
 
-    `first` and `last` are what the first stage has before its blocks and the last one after its own. Among equally good cuts
-    the most even one (least sum of squares) is taken, and among those the one that gives earlier stages fewer blocks.
+    `first` and `last` are what the first stage has before its blocks and the last one after its own; no stage begins with a
+    block in `joined`. Among equally good cuts the most even one (least sum of squares) is taken, and among those the one that
+    gives earlier stages fewer blocks.
     """
     count = len(costs)
-    if not 1 <= stages <= count:
-        raise ValueError(f"{count} blocks cannot be cut into {stages} stages")
+    borders = [block for block in range(1, count) if block not in joined]
+    if not 1 <= stages <= len(borders) + 1:
+        raise ValueError(f"{len(borders) + 1} groups of blocks cannot be cut into {stages} stages")
     before = list(itertools.accumulate(costs, initial=0.0))
 
     def load(stage: int, start: int, stop: int) -> float:
         return before[stop] - before[start] + first * (stage == 0) + last * (stage == stages - 1)
 
-    dearest, _ = _best(count, stages, load, max)
+    stops = [*borders, count]
+    dearest, _ = _best(stops, stages, load, max)
     bound = dearest * (1 + 1e-9)
-    _, cuts = _best(count, stages, load, lambda total, more: total + (more**2 if more <= bound else float("inf")))
+    _, cuts = _best(stops, stages, load, lambda total, more: total + (more**2 if more <= bound else float("inf")))
     return [range(start, stop) for start, stop in itertools.pairwise((0, *cuts))]
 
 
 def _best(
-    count: int, stages: int, load: Callable[[int, int, int], float], join: Callable[[float, float], float]
+    stops: Sequence[int], stages: int, load: Callable[[int, int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, tuple[int, ...]]:
-    """The least value that `join` makes of the stages' loads, in order, from 0, and where each stage then stops."""
+    """The least value that `join` makes of the stages' loads, in order, from 0, and where each stage then stops: at one of
+    `stops`, the last stage at the last of them."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(stages):
-        reachable = range(stage + 1, count - (stages - stage - 1) + 1)
+        reachable = stops[stage : len(stops) - (stages - stage - 1)]
         best = {
             stop: min(
                 (join(value, load(stage, start, stop)), (*cuts, stop))
@@ -54,4 +60,4 @@ def _best(
             )
             for stop in reachable
         }
-    return best[count]
+    return best[stops[-1]]

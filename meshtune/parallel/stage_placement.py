@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +38,10 @@ class Placement:
         return (*blocks, *(path for path, stages in self.outer.items() if rank not in self.ranks_of(stages)))
 
 
-def place(model: Any, trunk: Trunk, ranks: int, stages: int, active_share: float) -> Placement:
-    """Cut `trunk`'s blocks into `stages`, and find a place for everything else."""
+def place(
+    model: Any, trunk: Trunk, ranks: int, stages: int, active_share: float, joined: Collection[str] = ()
+) -> Placement:
+    """Cut `trunk`'s blocks into `stages`, none of which begins with a block in `joined`, and find a place for everything else."""
     order = trunk.order
     inner = {name[:dot] for name in order for dot, mark in enumerate(name) if mark == "."} | {""}
     paths = [path for path, _ in model.named_modules() if path not in inner and path not in order]
@@ -52,7 +55,8 @@ def place(model: Any, trunk: Trunk, ranks: int, stages: int, active_share: float
         for stage in (0, stages - 1)
     )
     costs = [cost(model.get_submodule(name), active_share) for name in order]
-    blocks = tuple(tuple(order[i] for i in part) for part in partition(costs, stages, first, last))
+    within = [i for i, name in enumerate(order) if name in joined]
+    blocks = tuple(tuple(order[i] for i in part) for part in partition(costs, stages, first, last, within))
     at = {**outer, **{name: (stage,) for stage, names in enumerate(blocks) for name in names}}
     holders: dict[str, tuple[int, ...]] = {}
     canonical: dict[str, str] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from meshtune.parallel.stages import Stages, cut
 __all__ = ["fault_of_stages", "in_turn", "pipeline_ranks"]
 
 Objective = Callable[[Any, Batch], Any]
+_MOST_STAGES = 12
 _TOLERANCE = 1e-3  # of the norm of the gradients; a wrong cut is wrong by their size
 
 
@@ -58,17 +59,20 @@ def fault_of_stages(
     blocks: Callable[[nn.Module], Sequence[str]],
     objective: Objective,
     batch: Batch,
+    joined: Collection[str] = (),
 ) -> str | None:
-    """What goes wrong if a model is cut between all its layers, or None: loss and gradients are then those of the whole.
+    """What goes wrong if a model is cut between its layers, or None: loss and gradients are then those of the whole.
 
-    `build` gives (root, model), each time anew and with the same weights.
+    `build` gives (root, model), each time anew and with the same weights. Blocks in `joined` stay with the one before them. A
+    model with many layers is cut in some places only.
     """
     root, whole = build()
     wanted = root(objective, batch)[0]
     wanted.backward()
     names = blocks(whole)
     try:
-        parts = [_part(build, blocks, layout) for layout in pipeline_ranks(len(names))]
+        ranks = min(len(names) - len(joined), _MOST_STAGES)
+        parts = [_part(build, blocks, layout, joined) for layout in pipeline_ranks(ranks)]
         found = in_turn([(root, stages) for root, _, stages in parts], objective, batch)
     except MeshtuneError as error:
         return str(error)
@@ -80,10 +84,13 @@ def fault_of_stages(
 
 
 def _part(
-    build: Callable[[], tuple[nn.Module, nn.Module]], blocks: Callable[[nn.Module], Sequence[str]], layout: Layout
+    build: Callable[[], tuple[nn.Module, nn.Module]],
+    blocks: Callable[[nn.Module], Sequence[str]],
+    layout: Layout,
+    joined: Collection[str],
 ) -> tuple[nn.Module, nn.Module, Stages]:
     root, model = build()
-    return root, model, cut(root, model, blocks(model), layout, "gpipe")
+    return root, model, cut(root, model, blocks(model), layout, "gpipe", joined=joined)
 
 
 def _gradient_fault(whole: nn.Module, parts: list[tuple[nn.Module, nn.Module, Stages]]) -> str | None:

@@ -6,7 +6,7 @@ on each; its gradients are summed once per optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,7 @@ def cut(
     *,
     embedding_dtype: torch.dtype | None = None,
     active_share: float = 1.0,
+    joined: Collection[str] = (),
 ) -> Stages:
     """Keep this rank's stages of `model`, in place, and say what they are. Call it on the meta device, before anything else.
 
@@ -94,6 +95,7 @@ def cut(
         schedule: a value of `distributed.pp_schedule`.
         embedding_dtype: of the embedding's output, where that is not the dtype of its weight (mixed precision).
         active_share: of stacked experts' parameters, what one token meets.
+        joined: blocks that must be on one stage with the one before them.
 
     Raises LayoutError if there are fewer layers than stages, and ModelError if a layer runs more than once.
     """
@@ -104,9 +106,10 @@ def cut(
             f"distributed.pp_size: {type(model).__name__} runs {', '.join(repeated[:3])} more than once in a forward, so that "
             "it has no first and last stage; write pp_size: 1"
         )
-    if len(trunk.order) < ranks * per_rank:
-        raise LayoutError(_too_few(len(trunk.order), ranks, schedule))
-    placement = place(model, trunk, ranks, ranks * per_rank, active_share)
+    groups = len(trunk.order) - len(joined)
+    if groups < ranks * per_rank:
+        raise LayoutError(_too_few(groups, ranks, schedule, bool(joined)))
+    placement = place(model, trunk, ranks, ranks * per_rank, active_share, joined)
     rank = layout.rank("pp")
     local = tuple(_stage(model, placement, rank + ranks * i, embedding_dtype) for i in range(per_rank))
     _put_stand_ins(model, placement, rank, embedding_dtype)
@@ -114,13 +117,14 @@ def cut(
     return Stages(ranks * per_rank, rank, local, _shared(placement, rank), placement)
 
 
-def _too_few(layers: int, ranks: int, schedule: str) -> str:
+def _too_few(layers: int, ranks: int, schedule: str, joined: bool) -> str:
     per_rank = STAGES_PER_RANK[schedule]
     on_each = f" with {per_rank} stages on each ({schedule})" if per_rank > 1 else ""
     most = max(1, layers // per_rank)
     simpler = ", or pp_schedule: 1f1b" if per_rank > 1 and layers >= ranks else ""
+    what = "groups of layers that share nothing but hidden states" if joined else "layers to cut"
     return (
-        f"distributed.pp_size: {ranks} ranks{on_each} are {ranks * per_rank} stages, but the model has {layers} layers to cut; "
+        f"distributed.pp_size: {ranks} ranks{on_each} are {ranks * per_rank} stages, but the model has {layers} {what}; "
         f"write pp_size: {most}{' or less' if most > 1 else ''}{simpler}"
     )
 

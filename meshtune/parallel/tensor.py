@@ -6,9 +6,8 @@ No module is replaced and no forward is changed: parameters become smaller, and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -16,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from meshtune.layout import Group, Layout, Plan
-from meshtune.layout.collectives import copy_to, gather_from, reduce_from, reduce_scatter_to, scatter_to, share_of
+from meshtune.layout.collectives import copy_to, gather_from, reduce_from, share_of
 from meshtune.layout.peers import Peers
 from meshtune.layout.pieces import Cut, Piece, named_pieces, piece_of, set_piece
+from meshtune.parallel.borders import at_entry, at_exit, carries_gradient
+from meshtune.parallel.sequence import cut_sequence
 
 
 def cut_parameters(root: nn.Module, cuts: dict[str, Cut], layout: Layout) -> None:
@@ -65,14 +66,14 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, runs: Sequence[Seq
         if isinstance(module, nn.Embedding):
             _look_up_own_rows(module, peers)
     if sequence and plan.units:
-        _cut_sequence(model, plan, runs or [plan.units], peers)
+        cut_sequence(model, plan, runs or [plan.units], peers)
         return
     copied, shared_out = partial(copy_to, peers=peers), partial(share_of, peers=peers)
     for split in plan.splits:
         for path in split.entries:
-            _at_entry(model.get_submodule(path), copied, _carries_gradient, shared_out if split.adds else copied)
+            at_entry(model.get_submodule(path), copied, carries_gradient, shared_out if split.adds else copied)
         for path in split.exits:
-            _at_exit(model.get_submodule(path), partial(reduce_from, peers=peers))
+            at_exit(model.get_submodule(path), partial(reduce_from, peers=peers))
 
 
 def shared_parameters(model: nn.Module, plan: Plan, layout: Layout) -> list[str]:
@@ -85,140 +86,6 @@ def shared_parameters(model: nn.Module, plan: Plan, layout: Layout) -> list[str]
         return [name for name in names if name in plan.shared]
     inside = tuple(f"{unit}." for unit in plan.units)
     return [name for name in names if name.startswith(inside)]
-
-
-class _Sequence:
-    """This rank's part of the sequences of a batch: [batch, length, ...], or [batch * length, ...] inside some blocks."""
-
-    def __init__(self, peers: Peers, dim: int):
-        """`dim` is that of positions in what blocks hand on."""
-        self.peers, self.dim = peers, dim
-        self.batch = self.length = 0
-
-    def enter(self, hidden_states: Tensor) -> Tensor:
-        self.batch, whole = hidden_states.shape[self.dim - 1 : self.dim + 1]
-        self.length = whole // self.peers.size
-        return scatter_to(hidden_states, self.dim, self.peers)
-
-    def leave(self, hidden_states: Tensor) -> Tensor:
-        return gather_from(hidden_states, self.dim, self.peers, partial=False)
-
-    def holds(self, value: Tensor) -> bool:
-        """Whether a tensor is of these positions, and not of the whole row as tables of positions are."""
-        if value.ndim < 2 or (value.is_floating_point() and torch.is_grad_enabled() and not value.requires_grad):
-            return False
-        return value.shape[1] == self.length if value.ndim > 2 else value.shape[0] == self.batch * self.length
-
-    def join(self, own: Tensor) -> Tensor:
-        """The whole sequences."""
-        return self._by_rows(own, self.length, lambda rows: gather_from(rows, 1, self.peers))
-
-    def place(self, own: Tensor) -> Tensor:
-        """Whole sequences that are zero at other ranks' positions: a sum over ranks joins them, so nothing is communicated."""
-        before = self.peers.rank * self.length
-        after = (self.peers.size - 1) * self.length - before
-
-        def pad(rows: Tensor) -> Tensor:
-            return nn.functional.pad(rows, (0, 0) * (rows.ndim - 2) + (before, after))
-
-        return self._by_rows(own, self.length, pad)
-
-    def sum(self, whole: Tensor) -> Tensor:
-        """This rank's part of the sum over ranks."""
-        return self._by_rows(whole, self.length * self.peers.size, lambda rows: reduce_scatter_to(rows, 1, self.peers))
-
-    def own(self, output: Any) -> Any:
-        """Of what every rank has computed whole, its own positions; so its gradient is a part, as `join` expects."""
-        return tree_map(self._own_positions, output)
-
-    def _own_positions(self, value: Any) -> Any:
-        whole, start = self.length * self.peers.size, self.peers.rank * self.length
-        if not isinstance(value, Tensor) or value.ndim < 2 or not value.is_floating_point():
-            return value
-        if (value.shape[1] if value.ndim > 2 else value.shape[0]) != (whole if value.ndim > 2 else self.batch * whole):
-            return value
-        return self._by_rows(value, whole, lambda rows: rows.narrow(1, start, self.length))
-
-    def _by_rows(self, tensor: Tensor, length: int, work: Callable[[Tensor], Tensor]) -> Tensor:
-        return work(tensor) if tensor.ndim > 2 else work(tensor.unflatten(0, (-1, length))).flatten(0, 1)
-
-
-def _cut_sequence(model: nn.Module, plan: Plan, runs: Sequence[Sequence[str]], peers: Peers) -> None:
-    """From the first block of a run to its last, hidden states are this rank's part of the sequence; splits see all of it."""
-    sequence = _Sequence(peers, plan.sequences.dim)
-    for run in runs:
-        _scatter_at_entry(model.get_submodule(run[0]), sequence)
-    for path in chain.from_iterable(runs):
-        _scatter_arguments(model.get_submodule(path), plan.sequences.beside, peers)
-    for split in plan.splits:
-        for path in split.entries:
-            further = sequence.place if split.adds else sequence.join
-            _at_entry(model.get_submodule(path), sequence.join, sequence.holds, further)
-        for path in split.exits:
-            _at_exit(model.get_submodule(path), sequence.sum)
-    for path in plan.whole:
-        _at_entry(model.get_submodule(path), sequence.join, sequence.holds, sequence.join)
-        model.get_submodule(path).register_forward_hook(lambda _module, _args, output: sequence.own(output))
-    for run in runs:
-        _at_exit(model.get_submodule(run[-1]), sequence.leave)
-
-
-def _scatter_at_entry(block: nn.Module, sequence: _Sequence) -> None:
-    def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if args:
-            return (sequence.enter(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": sequence.enter(kwargs["hidden_states"])}
-
-    block.register_forward_pre_hook(enter, with_kwargs=True)
-
-
-def _scatter_arguments(block: nn.Module, places: Sequence[int | str], peers: Peers) -> None:
-    """Arguments of a block that are given whole: each rank takes its positions."""
-
-    def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        found = [scatter_to(value, 1, peers) if i in places and value is not None else value for i, value in enumerate(args)]
-        named = {k: scatter_to(value, 1, peers) if k in places and value is not None else value for k, value in kwargs.items()}
-        return tuple(found), named
-
-    if places:
-        block.register_forward_pre_hook(enter, with_kwargs=True)
-
-
-def _at_entry(
-    module: nn.Module,
-    first: Callable[[Tensor], Tensor],
-    which: Callable[[Tensor], bool],
-    further: Callable[[Tensor], Tensor],
-) -> None:
-    """Every activation that enters the module: the first, and those after it."""
-
-    def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        seen: list[None] = []
-
-        def one(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not which(value):
-                return value
-            seen.append(None)
-            return first(value) if len(seen) == 1 else further(value)
-
-        return tree_map(one, args), tree_map(one, kwargs)
-
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-
-
-def _carries_gradient(value: Tensor) -> bool:
-    return value.requires_grad
-
-
-def _at_exit(module: nn.Module, communicate: Callable[[Tensor], Tensor]) -> None:
-    """The module's output, or the first of several."""
-
-    def leave(_module: nn.Module, _args: Any, output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return communicate(output)
-        return (communicate(output[0]), *output[1:])
-
-    module.register_forward_hook(leave)
 
 
 def _set_local(module: nn.Module, name: str, value: Any) -> None:

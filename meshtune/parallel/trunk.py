@@ -58,7 +58,8 @@ def trace(root: nn.Module, model: nn.Module, blocks: Sequence[str]) -> Trunk:
     try:
         root(hidden_states, Batch(input_ids=ids, position_ids=positions, shift_labels=ids), Span(replaced=recorders))
     except Exception:  # whatever an architecture's code raises when its tensors have no values
-        return Trunk(tuple(blocks), known=False)
+        if set(trunk.order) != set(blocks):  # behind the last block there is nothing left to learn
+            return Trunk(tuple(blocks), known=False)
     return trunk
 
 

@@ -6,12 +6,12 @@ gradient, must be the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from meshtune.errors import LayoutError, ModelError
 from meshtune.layout import Layout, Plan
@@ -28,21 +28,39 @@ from meshtune.models.routers import balancing, disproof
 from meshtune.models.shrink import Degrees
 from meshtune.models.source import Source
 from meshtune.models.twin import build_twin, miniature_config, row_of_tokens
+from meshtune.parallel.stage_borders import joined_blocks
 from meshtune.parallel.stage_trial import fault_of_stages
 from meshtune.recipes.block_proof import BlockProof, Calls
 from meshtune.recipes.model_proof import disagreement, one_row
 from meshtune.recipes.objectives import next_token
 
+T = TypeVar("T")
+
 _TOKENS = 12
+_ALL_LAYERS = 2**20
+_known: dict[tuple[Any, ...], Any] = {}
 _NO_EXPERTS = "distributed.ep_size: {} has no effect on {}, which has no experts; write ep_size: 1"
 
 
 def find_plan(source: Source, layout: Layout, asked: Mapping[str, str] | None = None) -> Findings | None:
     """What must be tried before a model can be cut for a layout; None where nothing must. `asked` is `distributed.plan`."""
-    _check_balancing(source)
+    model = (source.model_class, source.config.to_json_string(use_diff=False))
+    _once(("balancing", model), lambda: _check_balancing(source))
+    joined: frozenset[str] = frozenset()
     if layout.size("pp") > 1:
-        _check_stages(source)
-    return None if layout.size("tp") == 1 else findings(source, layout, asked)
+        joined = _once(("stages", model), lambda: _joined_units(source))
+    found = Findings()
+    if (size := layout.size("tp")) > 1:
+        key = (model, size, layout.sequence_parallel, tuple((asked or {}).items()))
+        found = _once(("regions", key), lambda: findings(source, layout, asked))
+    return replace(found, joined_units=joined) if joined or size > 1 else None
+
+
+def _once(key: tuple[Any, ...], work: Callable[[], T]) -> T:
+    """What was found for a model is true of it in all layouts that this process tries."""
+    if key not in _known:
+        _known[key] = work()
+    return cast(T, _known[key])
 
 
 def _check_balancing(source: Source) -> None:
@@ -58,20 +76,36 @@ def _check_balancing(source: Source) -> None:
         )
 
 
-def _check_stages(source: Source) -> None:
-    """Raises LayoutError if layers need more than hidden states of those before them."""
-    config = miniature_config(source, Degrees(layers=2))
+def _joined_units(source: Source) -> frozenset[str]:
+    """The layers that must be on one pipeline stage with the layer before them. Raises LayoutError if no two can be apart."""
+    reason = _fault_of_stages(source, Degrees(layers=2), frozenset())
+    if reason is None:
+        return frozenset()
+    deep = Degrees(layers=_ALL_LAYERS)
+    root, model = _build(source, miniature_config(source, deep))
+    units = unit_names(model)
+    joined = joined_blocks(root, model, units, one_row(model, _TOKENS))
+    if len(joined) < len(units) - 1:
+        reason = _fault_of_stages(source, deep, joined)
+        if reason is None:
+            return joined
+    name = source.model_class.__name__
+    raise LayoutError(f"distributed.pp_size: {name} cannot be cut into stages: {reason}; write pp_size: 1")
+
+
+def _fault_of_stages(source: Source, degrees: Degrees, joined: frozenset[str]) -> str | None:
+    config = miniature_config(source, degrees)
 
     def build() -> tuple[CausalLM, PreTrainedModel]:
-        twin = build_twin(source, config, "eager", torch.device("cpu")).train()
-        return CausalLM(twin), twin
+        return _build(source, config)
 
-    reason = fault_of_stages(
-        build, lambda model: unit_names(cast(PreTrainedModel, model)), next_token, one_row(build()[1], _TOKENS)
-    )
-    if reason is not None:
-        name = source.model_class.__name__
-        raise LayoutError(f"distributed.pp_size: {name} cannot be cut into stages: {reason}; write pp_size: 1")
+    batch = one_row(build()[1], _TOKENS)
+    return fault_of_stages(build, lambda model: unit_names(cast(PreTrainedModel, model)), next_token, batch, joined)
+
+
+def _build(source: Source, config: PreTrainedConfig) -> tuple[CausalLM, PreTrainedModel]:
+    twin = build_twin(source, config, "eager", torch.device("cpu")).train()
+    return CausalLM(twin), twin
 
 
 def declare(model: PreTrainedModel, found: Findings | None, layout: Layout) -> Plan:
@@ -85,7 +119,8 @@ def declare(model: PreTrainedModel, found: Findings | None, layout: Layout) -> P
         if problems:
             raise LayoutError("\n".join(problems))
         plan = plan.sharing_out(experts)
-    return replace(plan, balancing=balancing(model))
+    joined = found.joined_units if found is not None else frozenset()
+    return replace(plan, balancing=balancing(model), joined_units=joined)
 
 
 def findings(source: Source, layout: Layout, asked: Mapping[str, str] | None = None) -> Findings:

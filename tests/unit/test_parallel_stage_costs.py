@@ -46,5 +46,12 @@ def test_only_the_active_share_of_stacked_experts_is_counted() -> None:
 
 
 def test_more_stages_than_blocks_is_an_error() -> None:
-    with pytest.raises(ValueError, match="2 blocks cannot be cut into 3 stages"):
+    with pytest.raises(ValueError, match="2 groups of blocks cannot be cut into 3 stages"):
         partition([1.0, 1.0], 3)
+
+
+def test_no_stage_begins_with_a_block_that_is_joined_to_the_one_before() -> None:
+    assert [len(part) for part in partition([1.0] * 8, 2, joined={3, 4, 5, 6})] == [2, 6]
+    assert [len(part) for part in partition([1.0] * 8, 3, joined={1, 2, 4})] == [3, 2, 3]
+    with pytest.raises(ValueError, match="2 groups of blocks cannot be cut into 3 stages"):
+        partition([1.0] * 3, 3, joined={1})

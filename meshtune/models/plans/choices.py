@@ -35,7 +35,11 @@ class Choice:
 def choices() -> Iterator[Choice]:
     """Every choice, the usual ones first."""
     for biases, counts, norms, border, stacked in itertools.product(
-        (False, True), ("own", "widths", "config"), ("gather", "cut"), ("child", "part", "adding", "layers"), (True, False)
+        (False, True),
+        ("own", "widths", "config"),
+        ("gather", "cut"),
+        ("child", "part", "adding", "layers"),
+        (True, False),
     ):
         yield Choice(border, stacked, norms, counts, biases)  # type: ignore[arg-type]
 

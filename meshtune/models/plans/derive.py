@@ -30,11 +30,16 @@ class Findings:
 
     regions: dict[Signature, list[tuple[Region, Choice]]] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
-    sequences: Sequences = Sequences()
+    sequences: Sequences = field(default_factory=Sequences)
+    joined_units: frozenset[str] = frozenset()
 
     def notes(self) -> list[str]:
         """What stays whole, for people."""
-        return [f"{path} stays whole on every tp rank: {reason}" for path, reason in self.whole.items()]
+        found = [f"{path} stays whole on every tp rank: {reason}" for path, reason in self.whole.items()]
+        if self.joined_units:
+            layers = sorted(self.joined_units, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
+            found.append(f"layers that share keys or indices stay on one pipeline stage: {layers[0]} to {layers[-1]}")
+        return found
 
 
 def find(
