@@ -7,6 +7,7 @@ lazily, so that starting a process is cheap until its first job.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import io
 import multiprocessing
@@ -24,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-POOL_SIZE = 4
+POOL_SIZE = 8
 ROOT = Path(__file__).resolve().parent.parent
 # How long the other ranks may take to notice that one has failed, before their processes are replaced.
 GRACE_S = 5.0
@@ -200,13 +201,15 @@ def _work(job: _Job, connection: Connection) -> None:
 
 
 def _leave() -> None:
-    """Leave the world, and drop torch's cache of meshes: a later world reuses the groups' names."""
+    """Leave the world, and drop torch's cache of meshes, since a later world reuses the groups' names, and every group, whose
+    threads go on as long as a mesh in some cycle of objects holds it."""
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     if dist.is_initialized():
         dist.destroy_process_group()
     _clear_sharding_prop_cache()
+    gc.collect()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -114,6 +115,7 @@ def disconnect() -> None:
     """Leave the ranks."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()  # the threads of a group end with the last mesh that holds it
         time.sleep(_PARTING_S)
 
 

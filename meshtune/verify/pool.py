@@ -7,6 +7,7 @@ imports anew.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -165,7 +166,8 @@ def _portable(error: BaseException) -> BaseException:
 
 
 def _leave() -> None:
-    """Leave the world, and drop torch's cache of meshes: a later world reuses the groups' names."""
+    """Leave the world, and drop torch's cache of meshes, since a later world reuses the groups' names, and every group, whose
+    threads go on as long as a mesh in some cycle of objects holds it."""
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -173,6 +175,7 @@ def _leave() -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
     _clear_sharding_prop_cache()
+    gc.collect()
 
 
 def _quiet(log: str) -> None:
