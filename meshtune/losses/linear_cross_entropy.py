@@ -39,6 +39,7 @@ class VocabularyPart:
 LOGITS_BUDGET_BYTES = 64 * 2**20
 MINIMUM_ROWS = {"cpu": 256}
 MINIMUM_ROWS_ON_ACCELERATORS = 2048
+_LOWEST = torch.finfo(torch.float32).min
 
 
 def linear_cross_entropy(
@@ -204,9 +205,11 @@ def _of_a_part(logits: Tensor, targets: Tensor, vocabulary: VocabularyPart) -> t
 
     Of each row a rank tells its largest logit, the sum of exponentials below it, and the target's logit if it has it.
     """
-    gradient = logits.float()
+    width = logits.shape[1]
+    # A rank without any row of a small vocabulary tells of one that no other logit is below.
+    gradient = logits.float() if width else logits.new_full((len(logits), 1), _LOWEST, dtype=torch.float32)
     index = targets - vocabulary.start
-    own = (index >= 0) & (index < logits.shape[1])
+    own = (index >= 0) & (index < width)
     index = torch.where(own, index, 0).unsqueeze(-1)
     largest = gradient.amax(-1)
     target = torch.where(own, gradient.gather(-1, index).squeeze(-1), 0.0)
@@ -217,7 +220,7 @@ def _of_a_part(logits: Tensor, targets: Tensor, vocabulary: VocabularyPart) -> t
     loss_sum = (top + total.log() - told[:, 2].sum(0)).sum()
     gradient.mul_(((largest - top).exp() / total).unsqueeze(-1))
     gradient.scatter_add_(-1, index, -own.to(gradient.dtype).unsqueeze(-1))
-    return loss_sum, gradient.to(logits.dtype)
+    return loss_sum, gradient[:, :width].to(logits.dtype)
 
 
 def _fill(destination: Tensor, part: Tensor | None) -> None:
