@@ -14,6 +14,7 @@ from meshtune.errors import ModelError
 from meshtune.verify import small
 from meshtune.verify.beside import Beside
 from meshtune.verify.layouts import Trial, choose, most
+from meshtune.verify.layouts import own as own_layout
 from meshtune.verify.pool import Pool
 from meshtune.verify.report import Report, Verdict
 
@@ -49,7 +50,7 @@ def verify(
     pool.start(2)
     folder = pool.folder / "small"
     prepared: Prepared = pool.one(prepare, recipe, layouts, folder)
-    return compare_layouts(pool, recipe, recipe.model.name, prepared, folder, said)
+    return compare_layouts(pool, recipe, recipe.model.name, prepared, folder, said, own_layout(recipe.distributed))
 
 
 def prepare(recipe: Recipe, layouts: str, folder: Path) -> Prepared:
@@ -84,13 +85,14 @@ def compare_layouts(
     prepared: Prepared,
     folder: Path,
     said: Callable[[Report, Verdict | None], None] = lambda report, verdict: None,
+    own: str = "",
 ) -> Report:
-    """The course of one process, then each layout's beside it. `folder` is emptied in the end."""
+    """The course of one process, then each layout's beside it, `own` being the recipe's. `folder` is emptied in the end."""
     begun = time.perf_counter()
     made = prepared.miniature
     beside = Beside(pool, recipe, made, small.global_batch([trial.readers for trial in prepared.trials]), folder)
     facts = made.architecture, made.parameters, made.sizes, prepared.experts
-    report = Report(name, *facts, recipe.data.packing, beside.attention)
+    report = Report(name, *facts, recipe.data.packing, beside.attention, own=own)
     said(report, None)
     for trial in prepared.trials:
         start = time.perf_counter()
