@@ -3,6 +3,7 @@
     python docs/coverage.py                    all of them; writes the page
     python docs/coverage.py NAME...            only these; prints the page instead
     python docs/coverage.py --layouts LIST     other layouts than the page has; prints the page
+    python docs/coverage.py --json FILE        keeps what was found in a file, and does not try again what is in it
 
 Exits with 1 if a cell is failing.
 """
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Lock
 from typing import Any
 
 from meshtune.errors import MeshtuneError
@@ -145,24 +147,51 @@ in another way than by attention is trained on padded rows ([why](decisions/0003
 """
 
 
-def survey(chosen: list[Architecture], layouts: list[str], jobs: int) -> dict[str, Report]:
+def survey(chosen: list[Architecture], layouts: list[str], jobs: int, known: Known) -> dict[str, Report]:
     """Try each, so many at once; by title, in the order given."""
     pools: SimpleQueue[Pool] = SimpleQueue()
 
     def work(one: Architecture) -> Report:
+        if (report := known.report(one.title, layouts)) is not None:
+            return report
         pool, begun = pools.get(), time.perf_counter()
         try:
             report = _try(pool, one, layouts)
         finally:
             pools.put(pool)
+        report.seconds = time.perf_counter() - begun
         cells = " ".join(f"{v.layout}:{v.status}" for v in report.verdicts if _applies(report, v))
-        print(f"{one.title} ({report.parameters:,}, {time.perf_counter() - begun:.0f} s) {cells}", file=sys.stderr)
+        print(f"{one.title} ({report.parameters:,}, {report.seconds:.0f} s) {cells}", file=sys.stderr, flush=True)
+        known.keep(one.title, report)
         return report
 
     with ExitStack() as started, ThreadPoolExecutor(jobs) as threads:
         for _ in range(jobs):
             pools.put(started.enter_context(Pool()))
         return dict(zip((one.title for one in chosen), threads.map(work, chosen), strict=True))
+
+
+class Known:
+    """What was found, in a file if there is one, so that a run that was interrupted goes on."""
+
+    def __init__(self, file: Path | None):
+        self._file, self._lock = file, Lock()
+        self._found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {}
+
+    def report(self, title: str, layouts: list[str]) -> Report | None:
+        """What is known of all these layouts."""
+        found = dict(self._found.get(title) or {})
+        verdicts = {one["layout"]: Verdict(**{**one, "comparisons": []}) for one in found.pop("verdicts", ())}
+        if not found or not verdicts.keys() >= set(layouts):
+            return None
+        del found["passed"]
+        return Report(**found, verdicts=[verdicts[name] for name in layouts])
+
+    def keep(self, title: str, report: Report) -> None:
+        with self._lock:
+            self._found[title] = report.as_dict()
+            if self._file:
+                self._file.write_text(json.dumps(self._found, indent=2), encoding="utf-8")
 
 
 def _try(pool: Pool, one: Architecture, layouts: list[str]) -> Report:
@@ -215,7 +244,7 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="NAME", help="titles or model types")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="architectures at once")
-    parser.add_argument("--json", type=Path, help="write all that was found to this file")
+    parser.add_argument("--json", type=Path, help="keep all that is found in this file")
     return parser.parse_args(arguments)
 
 
@@ -224,11 +253,8 @@ def main(arguments: list[str]) -> int:
     asked = _arguments(arguments)
     chosen = [one for one in ARCHITECTURES if not asked.names or {one.title, one.model_type} & set(asked.names)]
     layouts = asked.layouts.split(",")
-    reports = survey(chosen, layouts, asked.jobs)
+    reports = survey(chosen, layouts, asked.jobs, Known(asked.json))
     page = render(reports, layouts)
-    if asked.json:
-        found = {title: report.as_dict() for title, report in reports.items()}
-        asked.json.write_text(json.dumps(found, indent=2), encoding="utf-8")
     if asked.names or layouts != LAYOUTS:
         print(page)
     else:

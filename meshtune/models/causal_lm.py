@@ -8,7 +8,7 @@ parameters, another module in one place.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,6 +24,7 @@ from meshtune.layout.pieces import piece_of
 from meshtune.layout.span import Span
 from meshtune.losses import VocabularyPart
 from meshtune.models.documents import ContextParallel, documents, positions_restart
+from meshtune.models.whole_sequences import give_whole_sequences
 
 
 class _Captured(Exception):
@@ -116,13 +117,14 @@ class CausalLM(nn.Module):
 
     It is the root that data parallelism wraps, so everything that an objective does with the head happens inside its
     forward. `model` is the untouched transformers model; its names are the names of every checkpoint. With `context`, batches
-    are this rank's part of the tokens.
+    are this rank's part of the tokens; layers of the classes `whole` are given whole sequences all the same.
     """
 
-    def __init__(self, model: PreTrainedModel, context: ContextParallel | None = None):
+    def __init__(self, model: PreTrainedModel, context: ContextParallel | None = None, whole: Sequence[str] = ()):
         super().__init__()
         self.model = model
         self.context = context
+        self._whole = tuple(whole)
         head = model.get_output_embeddings()
         path = next((name for name, module in model.named_modules() if module is head), None)
         if head is None or path is None:
@@ -138,6 +140,8 @@ class CausalLM(nn.Module):
     def set_layout(self, layout: Layout) -> None:
         """Called when `model` has been cut for `layout`: over which ranks sequences and vocabulary go on."""
         self.context = ContextParallel(layout.peers("cp"), layout.cp_method) if layout.size("cp") > 1 else None
+        if self.context is not None:
+            give_whole_sequences(self.model, self._whole)
         head = self.model.get_submodule(self._head_path)
         piece = piece_of(head, "weight")
         if piece is not None:

@@ -25,10 +25,12 @@ class ContextParallel:
 
 @dataclass(frozen=True)
 class Row:
-    """`lengths` of the documents of the whole row, or None if each row of the batch is one document."""
+    """`lengths` of the documents of the whole row, or None if each row of the batch is one document. `around` is the part of a
+    row inside which a layer has been given the whole of it."""
 
     lengths: tuple[int, ...] | None = None
     context: ContextParallel | None = None
+    around: Row | None = None
 
 
 _row: ContextVar[Row] = ContextVar("row", default=Row())  # noqa: B039  frozen
@@ -57,6 +59,20 @@ def reopening() -> Callable[[], AbstractContextManager[None]]:
 def current_row() -> Row:
     """What is open in this thread."""
     return _row.get()
+
+
+def enter_whole_row() -> None:
+    """From now on, in this thread, the tokens at hand are all of the row."""
+    row = _row.get()
+    _row.set(Row(row.lengths, around=row))
+
+
+def leave_whole_row() -> Row:
+    """The end of what `enter_whole_row` has begun, and what the tokens at hand are again."""
+    around = _row.get().around
+    assert around is not None
+    _row.set(around)
+    return around
 
 
 def positions_restart() -> bool:

@@ -27,10 +27,12 @@ from meshtune.models.trial import Trial
 
 @dataclass(frozen=True)
 class Attention:
-    """The implementation that transformers is given, and its name for people."""
+    """The implementation that transformers is given, and its name for people; `whole` are the classes of layers that are given
+    whole sequences where these are cut over ranks."""
 
     implementation: str
     description: str
+    whole: tuple[str, ...] = ()
 
 
 def choose_attention(
@@ -85,14 +87,22 @@ def _attention_over_ranks(
     record = _record(source, DOCUMENT_ATTENTION, facts, device, torch.float32, cache)
     if record is None or not record.exists():
         trial = Trial(source, packing, device, passes_positions)
-        reason = trial(DOCUMENT_ATTENTION, torch.float32) or trial.cut(method)
+        whole: tuple[str, ...] = ()
+        reason = trial(DOCUMENT_ATTENTION, torch.float32)
+        if reason is None:
+            reason, whole = trial.cut(method)
         if reason is not None:
             raise ModelError(
                 f"distributed.cp_size: {size} cannot run {source.model_class.__name__}, whose tokens must meet in causal "
-                f"attention and nowhere else; write `cp_size: 1`\n  {_describe(DOCUMENT_ATTENTION)}: {reason}"
+                f"attention or in layers that need no mask; write `cp_size: 1`\n  {_describe(DOCUMENT_ATTENTION)}: {reason}"
             )
-    _keep(record)
-    return Attention(DOCUMENT_ATTENTION, f"{_describe(DOCUMENT_ATTENTION)}, over {size} ranks by {method}")
+        _keep(record, " ".join(whole))
+    else:
+        whole = tuple(record.read_text(encoding="utf-8").split())
+    description = f"{_describe(DOCUMENT_ATTENTION)}, over {size} ranks by {method}"
+    if whole:
+        description += f"; whole sequences in {', '.join(whole)}"
+    return Attention(DOCUMENT_ATTENTION, description, whole)
 
 
 def _candidates(source: Source, packing: bool, device: torch.device, compute_dtype: torch.dtype) -> list[str]:
@@ -137,11 +147,11 @@ def _own_code() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _keep(record: Path | None) -> None:
+def _keep(record: Path | None, found: str = "") -> None:
     """Refusals are not kept: what is missing may have been installed by the next run."""
     if record is None or record.exists():
         return
     record.parent.mkdir(parents=True, exist_ok=True)
     beside = record.with_name(f"{record.name}.{os.getpid()}.tmp")
-    beside.touch()
+    beside.write_text(found, encoding="utf-8")
     os.replace(beside, record)

@@ -21,6 +21,7 @@ from meshtune.models.causal_lm import CausalLM
 from meshtune.models.source import Source
 from meshtune.models.trial_over_ranks import compare_cut
 from meshtune.models.twin import build_twin, one_line, row_of_tokens, twin_config, with_positions
+from meshtune.models.whole_sequences import give_whole_sequences, kinds_of_layers
 
 _LENGTHS = (11, 3, 9)
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
@@ -49,16 +50,31 @@ class Trial:
             return _reason(error)
         return problem or (self._fails_past_positions(implementation, dtype) if self.passes_positions else None)
 
-    def cut(self, method: str) -> str | None:
-        """None if sequences cut over ranks, which attend by `method`, give this architecture what whole ones do, else why not.
+    def cut(self, method: str) -> tuple[str | None, tuple[str, ...]]:
+        """None if sequences cut over ranks, which attend by `method`, give this architecture what whole ones do, else why not;
+        and the classes of layers that must have whole ones for it, no more of them than are needed.
 
         Ranks are tried on the CPU. A twin may have fewer heads than `ulysses` can share out; what an architecture does beside
         attention shows by any method.
         """
         if self.device.type != "cpu":
             return Trial(self.source, self.packing, torch.device("cpu")).cut(method)
+        reason = self._cut(method, ())
+        if reason is None:
+            return None, ()
+        whole = kinds_of_layers(self._twin(DOCUMENT_ATTENTION, torch.float32).model)
+        if self._cut(method, whole) is not None:
+            return reason, ()
+        for kind in whole:
+            fewer = tuple(name for name in whole if name != kind)
+            if self._cut(method, fewer) is None:
+                whole = fewer
+        return None, whole
+
+    def _cut(self, method: str, whole: tuple[str, ...]) -> str | None:
         try:
             reference, twin = self._reference(torch.float32), self._twin(DOCUMENT_ATTENTION, torch.float32).model
+            give_whole_sequences(twin, whole)
             try:
                 return compare_cut(twin, reference, method)
             except LayoutError:

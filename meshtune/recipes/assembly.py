@@ -45,7 +45,7 @@ def build_model(setup: Setup, weights: Mapping[str, torch.Tensor] | None) -> tup
         setup.recipe.distributed.pp_microbatches,
         _active_share(model.config.get_text_config(decoder=True)),
     )
-    root = CausalLM(model)
+    root = CausalLM(model, whole=setup.attention.whole)
     plan = declare(model, setup.findings, setup.layout)
     setup.flops_per_token = _flops_per_token(setup, model)
     sharded = shard(root, model, setup.layout, plan, settings)

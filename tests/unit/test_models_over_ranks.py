@@ -16,6 +16,7 @@ from meshtune.layout.simulated import simulate
 from meshtune.models.attention import DOCUMENT_ATTENTION
 from meshtune.models.causal_lm import CausalLM
 from meshtune.models.documents import ContextParallel
+from meshtune.models.whole_sequences import give_whole_sequences
 from meshtune.parallel.context import cut
 from meshtune.recipes.objectives import next_token
 from tests.unit.models_tiny import tiny_model
@@ -37,8 +38,11 @@ def _learn(model: CausalLM, batch: Batch) -> tuple[Tensor, list[Tensor]]:
     return loss_sum.detach(), [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
 
 
-def _over_ranks(name: str, batch: Batch, size: int, method: str) -> tuple[Tensor, list[Tensor]]:
+def _over_ranks(
+    name: str, batch: Batch, size: int, method: str, whole: tuple[str, ...] = ()
+) -> tuple[Tensor, list[Tensor]]:
     model = tiny_model(name, DOCUMENT_ATTENTION).train()
+    give_whole_sequences(model, whole)
 
     def work(rank: Layout) -> Any:
         peers = rank.peers("cp")
@@ -48,9 +52,9 @@ def _over_ranks(name: str, batch: Batch, size: int, method: str) -> tuple[Tensor
     return sum(losses), [torch.stack(parts).sum(0) for parts in zip(*gradients, strict=True)]
 
 
-def _assert_same(name: str, batch: Batch, size: int, method: str) -> None:
+def _assert_same(name: str, batch: Batch, size: int, method: str, whole: tuple[str, ...] = ()) -> None:
     wanted, gradients = _learn(CausalLM(tiny_model(name, DOCUMENT_ATTENTION).train()), batch)
-    found, parts = _over_ranks(name, batch, size, method)
+    found, parts = _over_ranks(name, batch, size, method, whole)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
     largest = max(gradient.abs().max().item() for gradient in gradients)
     for a, b in zip(parts, gradients, strict=True):
@@ -72,6 +76,19 @@ def test_loss_is_that_of_one_rank(lengths: tuple[int, ...], method: str) -> None
 def test_every_gradient_is_that_of_one_rank(collate: Any, name: str, method: str) -> None:
     """Unequal lengths, of which none fits the chunks; not every rank supervises as many tokens."""
     _assert_same(name, collate(_documents(11, 1, 17, 6)), 2, method)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [("mamba", ("MambaMixer",)), ("llama", ("LlamaAttention", "LlamaMLP"))],
+    ids=lambda value: str(value),
+)
+def test_layers_that_are_given_whole_sequences_keep_their_gradients(
+    name: str, whole: tuple[str, ...], size: int
+) -> None:
+    """A recurrence; attention, which then has nothing to exchange. Padding is on some ranks only."""
+    _assert_same(name, collate_padded(_documents(11, 1, 17, 6), 0), size, "ring", whole)
 
 
 @pytest.mark.parametrize("method", ["allgather", "ring"])

@@ -225,16 +225,25 @@ def test_the_method_asked_for_is_tried(method: str) -> None:
 @pytest.mark.parametrize(
     ("name", "packing", "cause"),
     [
-        ("mamba", False, "cutting the sequence over ranks"),
         ("mamba", True, "a packed batch"),
         ("bloom", False, "a padded batch"),
     ],
 )
-def test_another_token_mixer_is_refused_with_what_would_work(name: str, packing: bool, cause: str) -> None:
+def test_a_mixer_that_needs_more_than_its_rows_is_refused_with_what_would_work(
+    name: str, packing: bool, cause: str
+) -> None:
     with pytest.raises(ModelError) as refusal:
         _over_ranks(name, packing)
     assert "distributed.cp_size: 2 cannot run" in str(refusal.value) and "write `cp_size: 1`" in str(refusal.value)
     assert f"{cause} changes a document's hidden states" in str(refusal.value)
+
+
+def test_a_recurrent_layer_is_given_whole_sequences_and_no_other_is(tmp_path: Path) -> None:
+    source = tiny_source("mamba")
+    for _ in range(2):  # found, and then known
+        found = choose_attention(source, False, CPU, FP32, tmp_path, context=(2, "allgather"))
+        assert found.whole == ("MambaMixer",)
+        assert found.description.endswith("over 2 ranks by allgather; whole sequences in MambaMixer")
 
 
 def test_an_architecture_with_attention_of_its_own_is_refused() -> None:
