@@ -6,10 +6,15 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from meshtune.layout import Layout
+from transformers import PreTrainedModel
+
+from meshtune.layout import Layout, Plan
 from meshtune.layout.explain import Placed, drawing, placed
 from meshtune.models import hf
+from meshtune.models.causal_lm import CausalLM
 from meshtune.models.source import resolve
+from meshtune.parallel.stage_trial import pipeline_ranks
+from meshtune.parallel.stages import cut
 from meshtune.recipes.plans import declare, find_plan
 from meshtune.recipes.recipe import Recipe
 
@@ -57,7 +62,27 @@ def explained(recipe: Recipe, world_size: int) -> Explained:
     model = hf.build(source, "eager")
     plan = declare(model, found, layout)
     sizes = [(name, tuple(p.shape), p.element_size()) for name, p in model.named_parameters()]
-    return Explained(layout, list(placed(layout, plan, sizes)), found.notes() if found else [])
+    holders = stage_holders(model, plan, layout, recipe.distributed.pp_schedule or "1f1b")
+
+    def stage_of(name: str) -> str:
+        return "rank " + " and ".join(map(str, holders[name])) + (", tied" if len(holders[name]) > 1 else "")
+
+    return Explained(layout, list(placed(layout, plan, sizes, stage_of)), found.notes() if found else [])
+
+
+def stage_holders(model: PreTrainedModel, plan: Plan, layout: Layout, schedule: str) -> dict[str, tuple[int, ...]]:
+    """The pipeline ranks that hold each parameter of a whole meta model, which is used up. Empty without a pipeline.
+
+    Raises LayoutError if there are too few layers.
+    """
+    if layout.size("pp") == 1:
+        return {}
+    first = pipeline_ranks(layout.size("pp"))[0]
+    placement = cut(CausalLM(model), model, plan.units, first, schedule, joined=plan.joined_units).placement
+    found: dict[str, set[int]] = {}
+    for name, holders in placement.holders.items():
+        found.setdefault(placement.canonical[name], set()).update(holders)
+    return {name: tuple(sorted(ranks)) for name, ranks in found.items()}
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -7,9 +7,12 @@ from pathlib import Path
 import torch
 
 from meshtune.checkpoint.folder import Complete
+from meshtune.models import hf
 from meshtune.models.proofs import choose_attention
 from meshtune.recipes import planning
+from meshtune.recipes.explaining import stage_holders
 from meshtune.recipes.folder import changes, continued, find_resume, resolved_recipe
+from meshtune.recipes.plans import declare, find_plan
 from meshtune.recipes.recipe import Recipe
 
 
@@ -31,8 +34,13 @@ def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
         context=plan.context,
         longest_document=plan.max_seq_length,
     )
+    found = find_plan(plan.source, plan.layout, plan.recipe.distributed.plan)
+    model = hf.build(plan.source, "eager")
+    declared = declare(model, found, plan.layout)
+    stage_holders(model, declared, plan.layout, plan.recipe.distributed.pp_schedule or "1f1b")
     lines = [
         plan.layout.summary(),
+        *(found.notes() if found is not None else []),
         plan.sizes.summary(),
         f"attention on this machine: {attention.description}",
         f"longest row: {plan.max_seq_length} tokens",
