@@ -22,7 +22,7 @@ class Peers(Protocol):
     def all_reduce(self, tensor: Tensor, operation: str = "sum") -> Tensor: ...
 
 
-ShardedOver = tuple[DeviceMesh | None, tuple[int, ...], Peers | None]
+ShardedOver = tuple[DeviceMesh | None, tuple[int, ...]]
 
 
 def grad_norm(
@@ -47,17 +47,16 @@ def grad_norm(
         TrainingError: there are no parameters, or one, or its gradient, has placements whose norm is not a
             sum over shards (`Partial`), or the two differ.
     """
-    groups: dict[ShardedOver, list[Tensor]] = {}
+    groups: dict[ShardedOver, dict[Peers | None, list[Tensor]]] = {}
     device: torch.device | None = None
     for parameter in parameters:
         device = device or parameter.device
-        gradients = groups.setdefault((*_sharded_over(parameter), (parts or {}).get(parameter)), [])
+        gradients = groups.setdefault(_sharded_over(parameter), {}).setdefault((parts or {}).get(parameter), [])
         if parameter.grad is not None:
             gradients.append(_local_gradient(parameter))
     if device is None:
         raise TrainingError("the gradient norm needs at least one parameter")
-    squares = [_sum_of_squares(gradients, key, device) for key, gradients in groups.items()]
-    total = torch.stack(squares).sum()
+    total = _sum_of_squares(groups, device)
     return (total if stages is None else stages.all_reduce(total)).sqrt()
 
 
@@ -104,14 +103,22 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _sum_of_squares(gradients: list[Tensor], sharded_over: ShardedOver, device: torch.device) -> Tensor:
-    """0-d float32: over the local parts, then over the ranks that hold the other parts."""
-    total = torch.zeros((), dtype=torch.float32, device=device)
-    if gradients:
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        total += torch.stack(norms).square().sum()
-    mesh, dims, peers = sharded_over
-    if mesh is not None:
+def _sum_of_squares(groups: Mapping[ShardedOver, Mapping[Peers | None, list[Tensor]]], device: torch.device) -> Tensor:
+    """0-d float32: over shards, of all that is sharded alike in one reduction; then over parts, likewise."""
+    over_shards: dict[Peers | None, list[Tensor]] = {}
+    for (mesh, dims), by_peers in groups.items():
+        squares = torch.stack([_own_squares(gradients, device) for gradients in by_peers.values()])
         for dim in dims:
-            dist.all_reduce(total, group=mesh.get_group(dim))
-    return total if peers is None else peers.all_reduce(total)
+            if mesh is not None and mesh.size(dim) > 1:
+                dist.all_reduce(squares, group=mesh.get_group(dim))
+        for peers, square in zip(by_peers, squares, strict=True):
+            over_shards.setdefault(peers, []).append(square)
+    sums = [(peers, torch.stack(squares).sum()) for peers, squares in over_shards.items()]
+    return torch.stack([own if peers is None else peers.all_reduce(own) for peers, own in sums]).sum()
+
+
+def _own_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """0-d float32: over this rank's parts."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).square().sum()
