@@ -13,13 +13,15 @@ class Experts:
     """A module that holds experts side by side and is told which of them each token goes to.
 
     `parameters` and `counters` are names on the module itself: parameters whose dimension 0 counts experts, and integer
-    attributes that say how many there are.
+    attributes that say how many there are. With `by_rows` its caller says where tokens go by the order of rows: as many for
+    each expert, expert after expert.
     """
 
     path: str
     count: int
     parameters: tuple[str, ...]
     counters: tuple[str, ...]
+    by_rows: bool = False
 
     def share(self, ep: int) -> int:
         """Experts on each of `ep` ranks: rank r has those from `r * share` on. Raises LayoutError if they do not divide."""

@@ -1,5 +1,6 @@
 """Where a model keeps its experts, known by structure: whatever the architecture, a module with parameters `[experts, ...]`,
-an integer attribute that counts them, and a `forward(hidden_states, index, weights)` that is told by its caller where tokens go.
+an integer attribute that counts them, and a forward that is told by its caller where tokens go: `(hidden_states, index,
+weights)`, or `(hidden_states)` with as many rows for each expert, one expert after another.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def _misfit(module: nn.Module, counters: dict[str, int]) -> str | None:
     if shared := [name for name, child in module.named_children() if next(child.parameters(), None) is not None]:
         return f"has parameters that its experts share ({shared[0]})"
     arguments = _arguments(module)
-    if len(arguments) != 3:
+    # Rows of zeros, for tokens that go to other experts, are to give zeros: there is no bias.
+    if len(arguments) != 3 and not (len(arguments) == 1 and all(p.ndim > 2 for p in own.values())):
         return f"is called with ({', '.join(arguments)})"
     return None
 
@@ -69,4 +71,4 @@ def _arguments(module: nn.Module) -> list[str]:
 
 def _describe(path: str, module: nn.Module, counters: dict[str, int]) -> Experts:
     names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
-    return Experts(path, next(iter(counters.values())), names, tuple(counters))
+    return Experts(path, next(iter(counters.values())), names, tuple(counters), len(_arguments(module)) == 1)

@@ -20,6 +20,7 @@ from meshtune.layout import Layout
 from meshtune.layout.collectives import all_to_all
 from meshtune.layout.experts import Experts
 from meshtune.layout.peers import Peers
+from meshtune.parallel.sorted_experts import SortedDispatch
 
 
 def dispatch(module: nn.Module, experts: Experts, layout: Layout) -> None:
@@ -33,7 +34,7 @@ def dispatch(module: nn.Module, experts: Experts, layout: Layout) -> None:
     if layout.ep == 1:
         return
     local = experts.share(layout.ep)
-    hooks = _Dispatch(experts.path, local, layout)
+    hooks = SortedDispatch(experts, local, layout) if experts.by_rows else _Dispatch(experts.path, local, layout)
     for name in experts.counters:
         setattr(module, name, local)
     module.register_forward_pre_hook(hooks.send, with_kwargs=True)

@@ -30,14 +30,14 @@ def disagreement(twin: PreTrainedModel, declare: Callable[[PreTrainedModel], Pla
     """None if `twin`, cut by the plan that `declare` gives it for the tp ranks of `layout`, trains as it does whole."""
     size = layout.size("tp")
     batch = one_row(twin, _TOKENS_A_RANK * size)
-    wanted = _train(copy.deepcopy(twin), batch)
+    wanted = train(copy.deepcopy(twin), batch)
     only_tp = replace(layout, degrees={**dict.fromkeys(layout.degrees, 1), "tp": size}, ep=1)
 
     def cut(layout: Layout) -> dict[str, Tensor]:
         model = copy.deepcopy(twin)
         plan = declare(model)
         parallelize(model, plan, layout)
-        found = _train(model, batch, layout)
+        found = train(model, batch, layout)
         found.update(whole_gradients(model, found, shared_parameters(model, plan, layout), layout.peers("tp")))
         return found
 
@@ -45,7 +45,7 @@ def disagreement(twin: PreTrainedModel, declare: Callable[[PreTrainedModel], Pla
         ranks = simulate(only_tp, cut)
     except Exception as error:
         return f"it does not run ({one_line(error)})"
-    return next((problem for found in ranks if (problem := _differs(found, wanted)) is not None), None)
+    return next((problem for found in ranks if (problem := differs(found, wanted)) is not None), None)
 
 
 def one_row(twin: PreTrainedModel, length: int) -> Batch:
@@ -56,7 +56,7 @@ def one_row(twin: PreTrainedModel, length: int) -> Batch:
     return Batch(input_ids=row, position_ids=torch.arange(length)[None], shift_labels=labels, tokens=length)
 
 
-def _train(model: PreTrainedModel, batch: Batch, layout: Layout | None = None) -> dict[str, Tensor]:
+def train(model: PreTrainedModel, batch: Batch, layout: Layout | None = None) -> dict[str, Tensor]:
     """The loss, under its name, and the gradient of every parameter."""
     root = CausalLM(model.train())
     if layout is not None:
@@ -67,7 +67,7 @@ def _train(model: PreTrainedModel, batch: Batch, layout: Layout | None = None) -
     return {"the loss": loss.detach(), **gradients}
 
 
-def _differs(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str | None:
+def differs(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str | None:
     floor = max(float(gradient.abs().max()) for gradient in wanted.values()) * 1e-4
     for name, right in wanted.items():
         error = float((found[name] - right).abs().max() / right.abs().max().clamp_min(floor))

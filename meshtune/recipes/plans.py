@@ -31,6 +31,7 @@ from meshtune.models.twin import build_twin, miniature_config, row_of_tokens
 from meshtune.parallel.stage_borders import joined_blocks
 from meshtune.parallel.stage_trial import fault_of_stages
 from meshtune.recipes.block_proof import BlockProof, Calls
+from meshtune.recipes.expert_proof import disagreement_over_experts
 from meshtune.recipes.model_proof import disagreement, one_row
 from meshtune.recipes.objectives import next_token
 
@@ -46,6 +47,8 @@ def find_plan(source: Source, layout: Layout, asked: Mapping[str, str] | None = 
     """What must be tried before a model can be cut for a layout; None where nothing must. `asked` is `distributed.plan`."""
     model = (source.model_class, source.config.to_json_string(use_diff=False))
     _once(("balancing", model), lambda: _check_balancing(source))
+    if layout.ep > 1:
+        _once(("experts", model), lambda: _check_experts(source))
     joined: frozenset[str] = frozenset()
     if layout.size("pp") > 1:
         joined = _once(("stages", model), lambda: _joined_units(source))
@@ -73,6 +76,18 @@ def _check_balancing(source: Source) -> None:
         raise ModelError(
             f"model.name: the config of {type(twin).__name__} sets output_router_logits, but its load-balancing loss is not "
             f"known: {reason}; set it to false in config.json"
+        )
+
+
+def _check_experts(source: Source) -> None:
+    """Where rows say by their order which expert they are for, that is tried. Raises LayoutError."""
+    twin = build_twin(source, miniature_config(source, Degrees(experts=2)), "eager", torch.device("cpu"))
+    experts = [found for found in experts_modules(twin) if found.by_rows]
+    reason = disagreement_over_experts(twin, experts) if experts else None
+    if reason is not None:
+        raise LayoutError(
+            f"distributed.ep_size: {type(twin).__name__} is another model when ranks share out its experts ({reason}, tried on a "
+            "small twin); write ep_size: 1"
         )
 
 

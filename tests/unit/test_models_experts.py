@@ -65,6 +65,19 @@ class Everywhere(Routed):
         return hidden_states
 
 
+class Biased(Everywhere):
+    """Rows of zeros would not give zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4, 6))
+
+
+class Unweighted(Routed):
+    def forward(self, hidden_states: Tensor, index: Tensor) -> Tensor:  # type: ignore[override]
+        return hidden_states
+
+
 class WithNorm(Routed):
     def __init__(self) -> None:
         super().__init__()
@@ -88,12 +101,14 @@ class SharedByAll(Everywhere):
 
 def test_structure_decides() -> None:
     assert [experts.path for experts in experts_modules(nn.Sequential(Routed(), SharedByAll()))] == ["0"]
+    assert [experts.by_rows for experts in experts_modules(nn.Sequential(Routed(), Everywhere()))] == [False, True]
 
 
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (Everywhere(), r"is called with \(hidden_states\)"),
+        (Biased(), r"is called with \(hidden_states\)"),
+        (Unweighted(), r"is called with \(hidden_states, index\)"),
         (WithNorm(), r"parameters that its experts share \(norm\)"),
         (Uneven(), "do not all count the same experts"),
     ],

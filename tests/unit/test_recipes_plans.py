@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from meshtune.errors import LayoutError
 from meshtune.layout import Layout
+from meshtune.models.experts import experts_modules
 from meshtune.models.hf import build
 from meshtune.models.section import ModelSection
 from meshtune.models.source import Source, causal_lm
+from meshtune.models.twin import build_twin
+from meshtune.recipes.expert_proof import disagreement_over_experts
 from meshtune.recipes.plans import declare, find_plan
 
 _SIZES: dict[str, Any] = {
@@ -59,9 +63,9 @@ def source(name: str) -> Source:
     return Source(ModelSection(name=name, weights="random"), name, config, model_class)
 
 
-def layout(sequence_parallel: bool = False, **sizes: int) -> Layout:
+def layout(sequence_parallel: bool = False, ep: int = 1, **sizes: int) -> Layout:
     degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, **sizes}
-    return Layout(degrees, sequence_parallel=sequence_parallel)
+    return Layout(degrees, ep=ep, sequence_parallel=sequence_parallel)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3n", "gemma4", "bloom"])
@@ -100,3 +104,21 @@ def test_heads_that_cannot_be_shared_out_are_refused() -> None:
     found = find_plan(llama, layout(tp=3))
     with pytest.raises(LayoutError, match="4 attention heads cannot be shared out among 3 tp ranks"):
         declare(build(llama, "eager"), found, layout(tp=3))
+
+
+def test_experts_that_are_told_their_rows_by_order_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of four experts for each token; with 12 tokens, not every expert has a row."""
+    sizes = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size_mlp": 48,
+    }
+    model_class, config = causal_lm(AutoConfig.for_model("llama4_text", **_SIZES, **sizes, pad_token_id=None))
+    llama4 = Source(ModelSection(name="llama4", weights="random"), "llama4", config, model_class)
+    assert find_plan(llama4, layout(dp_shard=2, ep=2)) is None
+    twin = build_twin(llama4, config, "eager", torch.device("cpu"))
+    experts = experts_modules(twin)
+    assert [found.by_rows for found in experts] == [True, True]
+    monkeypatch.setattr("meshtune.parallel.sorted_experts._places", lambda experts, count: (experts * 0, count))
+    assert disagreement_over_experts(twin, experts) is not None
