@@ -22,8 +22,9 @@ from torch.distributed.pipelining import (
 )
 
 from meshtune.data.batch import Batch
+from meshtune.data.collate import as_filler
 from meshtune.data.padding import alike
-from meshtune.errors import MeshtuneError, ModelError, TrainingError
+from meshtune.errors import MeshtuneError, ModelError
 from meshtune.layout import Layout
 from meshtune.parallel.pipeline_stage import ScheduledStage
 from meshtune.parallel.shared_parameters import copy_shared, sum_shared
@@ -133,10 +134,8 @@ class Pipeline:
 
         `batches` are the same on every rank of the pipeline. They are padded to one shape.
         """
-        together = self._together or len(batches)
-        if len(batches) % together:
-            raise TrainingError(f"{len(batches)} micro-batches cannot go through the pipeline {together} at a time")
-        made = alike(batches)
+        made = self._as_many_as_fit(alike(batches))
+        together = self._together or len(made)
         work = self._work = _Work(objective, [], scale, self._zero(), self._stream(made[0]))
         self._gradients.begin()
         for start in range(0, len(made), together):
@@ -146,6 +145,13 @@ class Pipeline:
         self._gradients.settle()
         sum_shared(self._model, self._stages.shared, self._layout)
         return work.loss_sum
+
+    def _as_many_as_fit(self, batches: list[Batch]) -> list[Batch]:
+        """With micro-batches of nothing in the place of those that a short global batch lacks for the schedule."""
+        ranks, have = self._layout.size("pp"), len(batches)
+        counts = range(have, have + (self._together or ranks) + 1)
+        fitting = (n for n in counts if not any(problems(ranks, self._name, self._together, n)))
+        return [*batches, *[as_filler(batches[-1])] * (next(fitting, have) - have)]
 
     @torch.no_grad()
     def evaluate(self, objective: Objective, batch: Batch) -> Tensor:

@@ -74,12 +74,14 @@ class Bench:
         starts = range(0, len(units), size)
         return [[rows[index] for unit in units[s : s + size] for index in unit] for s in starts]
 
-    def plain(self, architecture: str, packed: bool, size: int = GLOBAL_BATCH, **hyperparameters: Any) -> Course:
-        """The plain loop's course over the first three global batches."""
-        key = (architecture, packed, size, *sorted(hyperparameters.items()))
+    def plain(
+        self, architecture: str, packed: bool, size: int = GLOBAL_BATCH, variant: str = "", **hyperparameters: Any
+    ) -> Course:
+        """The plain loop's course over the first three global batches; a variant is one that `model` has made."""
+        key = (architecture, variant, packed, size, *sorted(hyperparameters.items()))
         if key not in self._plain:
             windows = self.windows(packed, size)[:3]
-            folder, validation = self.model(architecture), self.rows("validation")
+            folder, validation = self.model(architecture, variant), self.rows("validation")
             self._plain[key] = train_plainly(folder, windows, Hyperparameters(**hyperparameters), validation)
         return self._plain[key]
 
