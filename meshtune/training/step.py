@@ -67,7 +67,7 @@ class TrainStep:
     def __call__(self, batches: Sequence[Batch], step: int, learning_rate: float) -> StepResult:
         """Train on this rank's `batches` of 0-based optimizer step `step`. Raises TrainingError before the update if loss or
         gradient norm is not finite."""
-        seed_ranks(self.seed, step, self.layout.rank("loss"))
+        seed_ranks(self.seed, step, random_stream(self.layout))
         supervised, tokens, interrupts, terminations = self._totals(batches)
         if supervised == 0:
             raise TrainingError(
@@ -114,6 +114,12 @@ class TrainStep:
 def _finite(gradient: Tensor) -> bool:
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     return bool(torch.isfinite(local).all())
+
+
+def random_stream(layout: Layout) -> int:
+    """Which random numbers a rank draws: its own where it has other tokens or other layers, those of its peers where, cut by
+    tensor parallelism alone, both hold the same activations."""
+    return layout.rank("pp") * layout.size("loss") + layout.rank("loss")
 
 
 def seed_ranks(seed: int, step: int, rank: int) -> None:
