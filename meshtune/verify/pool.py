@@ -22,6 +22,8 @@ from typing import Any
 
 # How long the other ranks may take to notice that one has failed, before their processes are replaced.
 _GRACE_S = 3.0
+# A run that ends in an error may leave threads of its groups behind; forking a process anew costs little.
+_JOBS_OF_A_PROCESS = 16
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._workers: list[tuple[Any, Connection] | None] = []
+        self._served: list[int] = []
         self._jobs = 0
         methods = multiprocessing.get_all_start_methods()
         self._context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
@@ -67,7 +70,12 @@ class Pool:
         self._jobs += 1
         store = str(self.folder / f"store-{self._jobs}")
         for rank in range(ranks):
-            self._connection(rank).send((function, arguments, rank, ranks, store, timeout))
+            connection = self._connection(rank)
+            if self._served[rank] >= _JOBS_OF_A_PROCESS:
+                self._stop(rank)
+                connection = self._connection(rank)
+            self._served[rank] += 1
+            connection.send((function, arguments, rank, ranks, store, timeout))
         answers: dict[int, Answer] = {}
         pending = {self._connection(rank): rank for rank in range(ranks)}
         deadline = time.monotonic() + timeout
@@ -96,7 +104,9 @@ class Pool:
             self._connection(rank)
 
     def _connection(self, rank: int) -> Connection:
-        self._workers += [None] * (rank + 1 - len(self._workers))
+        missing = rank + 1 - len(self._workers)
+        self._workers += [None] * missing
+        self._served += [0] * missing
         worker = self._workers[rank]
         if worker is None or not worker[0].is_alive():
             self._stop(rank)
@@ -106,6 +116,7 @@ class Pool:
             process.start()
             there.close()
             self._workers[rank] = worker = (process, here)
+            self._served[rank] = 0
         return worker[1]
 
     def _stop(self, rank: int) -> None:
