@@ -17,7 +17,7 @@ from meshtune.models.section import ModelSection
 from meshtune.models.source import Source, causal_lm
 from meshtune.parallel.tensor import parallelize
 from meshtune.recipes.plans import declare, findings
-from tests.unit.models_tiny import tiny_source
+from tests.unit.models_tiny import CONFIGS, tiny_source
 
 Cuts = dict[str, tuple[int, tuple[int, ...]]]
 
@@ -156,6 +156,19 @@ def test_what_is_cut_what_counts_once_and_what_stays_whole(name: str) -> None:
     assert plan.cuts.keys() | plan.shared <= names and not plan.cuts.keys() & plan.shared
     assert [plan.cuts[f"{path}.weight"].blocks for path in plan.vocabulary] == [(97,), (97,)]
     assert len(plan.splits) == 2 * len(plan.units)
+
+
+# What is no projection of heads or features: routers, and the gate of a shared expert.
+WHOLE = {"qwen2_moe": {"mlp.gate.weight", "mlp.shared_expert_gate.weight"}, "qwen3_moe": {"mlp.gate.weight"}}
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - WANTED.keys() - {"mamba", "llama-odd"}))
+def test_every_matrix_of_a_block_is_cut(name: str) -> None:
+    model, plan, notes = planned(tiny_source(name))
+    inside = tuple(f"{unit}." for unit in plan.units)
+    matrices = {n for n, p in model.named_parameters() if n.startswith(inside) and p.ndim > 1}
+    assert {generic(n) for n in matrices - plan.cuts.keys()} == WHOLE.get(name, set()) and not notes
+    assert len(plan.vocabulary) == 2
 
 
 @pytest.mark.parametrize("name", ["phi3", "gpt2", "gpt_oss"])
