@@ -23,7 +23,7 @@ from typing import Any
 # How long the other ranks may take to notice that one has failed, before their processes are replaced.
 _GRACE_S = 3.0
 # A run that ends in an error may leave threads of its groups behind; forking a process anew costs little.
-_JOBS_OF_A_PROCESS = 16
+_JOBS_OF_A_PROCESS = 4
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,10 @@ class Pool:
         self._jobs += 1
         store = str(self.folder / f"store-{self._jobs}")
         for rank in range(ranks):
-            connection = self._connection(rank)
-            if self._served[rank] >= _JOBS_OF_A_PROCESS:
+            if rank < len(self._served) and self._served[rank] >= _JOBS_OF_A_PROCESS:
                 self._stop(rank)
-                connection = self._connection(rank)
+            self._connection(rank).send((function, arguments, rank, ranks, store, timeout))
             self._served[rank] += 1
-            connection.send((function, arguments, rank, ranks, store, timeout))
         answers: dict[int, Answer] = {}
         pending = {self._connection(rank): rank for rank in range(ranks)}
         deadline = time.monotonic() + timeout
