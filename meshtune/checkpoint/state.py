@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshtune.checkpoint.part import Part
 from meshtune.layout.pieces import Piece, aliases, named_pieces
@@ -36,7 +37,9 @@ def model_state(model: nn.Module) -> State:
 
 
 def _part(tensor: Tensor, piece: Piece | None) -> Tensor:
-    return tensor if piece is None else Part(tensor, piece)
+    if piece is None:
+        return tensor
+    return Part(tensor.to_local() if piece.axis == "fsdp" and isinstance(tensor, DTensor) else tensor, piece)
 
 
 class OptimizerState:

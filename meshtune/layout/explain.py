@@ -66,7 +66,7 @@ def placed(
         elif layout.size("tp") > 1:
             placement["tp"] = "Replicate"
         view = "efsdp" if name in experts else "fsdp"
-        if layout.strategy == "fsdp2" and layout.size(view) > 1:
+        if layout.strategy != "ddp" and layout.size(view) > 1:
             local[0] = math.ceil(local[0] / layout.size(view)) if local else 1
             placement[view] = "Shard(0)"
         partial = (name in plan.shared or (layout.sequence_parallel and name.startswith(inside))) and "tp" in placement

@@ -1,5 +1,7 @@
 """Pieces: which part of a tensor a rank holds where an axis cuts a model itself (tp, ep).
 
+One over `fsdp` is a shard that no rule of DTensor gives the place of: its rows were chosen by a library.
+
 A rank's part is a plain tensor of the part's shape. Beside it, on the module that owns it, stands the `Piece` that says where
 the part lies in the whole: a few spans of one dimension, so that stacked projections (`[q | k | v]`) can be cut, each of them
 apart, which no placement of DTensor says.

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from meshtune.config import Section
 
-Strategy = Literal["fsdp2", "ddp"]
+Strategy = Literal["fsdp2", "ddp", "megatron_fsdp"]
 ContextMethod = Literal["allgather", "ring", "ulysses"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble"]
 Style = Literal["colwise", "rowwise", "replicate"]
@@ -21,7 +21,8 @@ class DistributedSection(Section):
     strategy: Strategy = Field(
         "fsdp2",
         description="`fsdp2` shards parameters, gradients and optimizer state over the data-parallel ranks; "
-        "`ddp` keeps a full copy on each.",
+        "`ddp` keeps a full copy on each; `megatron_fsdp` shards like `fsdp2` by NVIDIA's package, on CUDA devices "
+        "(experimental, data and context parallelism only).",
     )
     dp_replicate_size: int = Field(
         1,
@@ -77,6 +78,13 @@ class DistributedSection(Section):
                 f"{self.dp_replicate_size} has no effect with `strategy: ddp`, which keeps a full copy on every rank; "
                 "remove it, or use `strategy: fsdp2` for HSDP",
             )
+        if self.strategy == "megatron_fsdp":
+            for key in ("dp_replicate_size", "tp_size", "pp_size", "ep_size"):
+                if (size := getattr(self, key)) > 1:
+                    yield (
+                        key,
+                        f"{size} needs `strategy: fsdp2`: megatron_fsdp runs with data and context parallelism alone",
+                    )
         if self.strategy == "ddp" and self.ep_size > 1:
             yield (
                 "ep_size",

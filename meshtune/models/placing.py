@@ -34,7 +34,7 @@ def own_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def own_rectangles(tensor: Tensor, piece: Piece | None) -> list[Rectangle]:
     """Where what this rank holds lies in the whole tensor."""
-    offset, shape = own_box(tensor)
+    offset, shape = own_box(local_of(tensor) if piece is not None and piece.axis == "fsdp" else tensor)
     if piece is not None:
         return list(piece.rectangles(offset, shape))
     return [Rectangle(offset, (0,) * len(shape), shape)] if math.prod(shape) else []

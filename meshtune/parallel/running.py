@@ -18,6 +18,7 @@ from meshtune.optim.grad_norm import grad_norm
 from meshtune.parallel.apply import Settings, Sharded
 from meshtune.parallel.balance import Balance, route_only
 from meshtune.parallel.context import cut
+from meshtune.parallel.megatron import MegatronShards
 from meshtune.parallel.pipeline import Pipeline
 from meshtune.parallel.replicas import Replicas
 from meshtune.parallel.shards import Shards
@@ -39,14 +40,16 @@ class Parallel:
         self._layout, self._settings, self._balance = layout, settings, sharded.balance
         self._multiple = layout.size("tp") if layout.sequence_parallel else 1
         self._whole: _Whole | _Stages = (
-            _Whole(root, layout, self._autocast)
+            _Whole(_data_parallel(root, model, layout, sharded), self._autocast)
             if sharded.stages is None
             else _Stages(root, model, sharded, layout, settings, self._autocast)
         )
         shared = [model.get_parameter(name) for name in sharded.shared]
         self._shared = TensorGradients(shared, layout.peers("tp") if shared else None)
         self._parts: dict[nn.Parameter, Peers] = {
-            model.get_parameter(name): layout.peers(piece.axis) for name, piece in named_pieces(model).items()
+            model.get_parameter(name): layout.peers(piece.axis)
+            for name, piece in named_pieces(model).items()
+            if piece.axis != "fsdp"  # a shard, whose mesh says so
         }
         self._counted_elsewhere = {
             p for name, p in model.named_parameters() if sharded.stages is not None and not sharded.stages.counts(name)
@@ -93,17 +96,26 @@ class Parallel:
         self.metrics["router_aux_loss"] = balance.settle(self._whole.gradient_divisor)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self._layout.strategy == "ddp" and self._settings.compute_dtype != torch.float32:
+        if self._layout.strategy != "fsdp2" and self._settings.compute_dtype != torch.float32:
             return torch.autocast(self._layout.device_type, dtype=self._settings.compute_dtype)
         return nullcontext()
+
+
+def _data_parallel(
+    root: nn.Module, model: nn.Module, layout: Layout, sharded: Sharded
+) -> Replicas | Shards | MegatronShards:
+    if layout.strategy == "ddp":
+        return Replicas(root, layout)
+    if layout.strategy == "megatron_fsdp":
+        return MegatronShards(root, [model.get_submodule(name) for name in sharded.plan.units], layout)
+    return Shards(root, layout)
 
 
 class _Whole:
     """A model whose layers are all on every rank: micro-batches one after another."""
 
-    def __init__(self, root: nn.Module, layout: Layout, around: Callable[[], AbstractContextManager[Any]]):
-        self._module = Replicas(root, layout) if layout.strategy == "ddp" else Shards(root, layout)
-        self._around = around
+    def __init__(self, module: Replicas | Shards | MegatronShards, around: Callable[[], AbstractContextManager[Any]]):
+        self._module, self._around = module, around
 
     @property
     def gradient_divisor(self) -> int:

@@ -57,11 +57,21 @@ def plan(recipe: Recipe, world_size: int, device_type: str = "cpu") -> Plan:
 
     layout = Layout.resolve(recipe.distributed, world_size, device_type)
     sizes = recipe.training.batch_sizes(layout.size("batch"), recipe.distributed.pp_microbatches or layout.size("pp"))
+    _check_strategy(layout)
     _check_pipeline(recipe, layout, sizes)
     source = resolve(recipe.model)
     layout.check(source.facts())
     length = _max_seq_length(recipe, source.max_positions)
     return Plan(with_folder(recipe), layout, sizes, source, load_tokenizer(recipe.model), length)
+
+
+def _check_strategy(layout: Layout) -> None:
+    """Raises RecipeError where the strategy cannot run on this machine."""
+    if layout.strategy == "megatron_fsdp":
+        from meshtune.parallel.megatron import problems
+
+        if misfits := [Problem(key, message) for key, message in problems(layout)]:
+            raise RecipeError(misfits)
 
 
 def _check_pipeline(recipe: Recipe, layout: Layout, sizes: BatchSizes) -> None:

@@ -20,8 +20,22 @@ PRIVATE_MESH_CALLS = {"_flatten", "_unflatten", "_concatenate", "_from_backend",
 CUDA_ONLY = {"apex", "bitsandbytes", "deepspeed", "flash_attn", "flash_attn_interface", "liger_kernel", "pynvml"}
 CUDA_ONLY |= {"transformer_engine", "triton", "vllm", "xformers"}
 POSIX_ONLY = {"fcntl", "grp", "pwd", "resource", "termios"}
-# Model types whose name is an ordinary word of code, or the kind of a layer.
-ORDINARY_WORDS = {"aria", "big", "data", "dots", "flex", "git", "got", "mamba", "openai", "opt", "recurrent", "seed"}
+# Model types whose name is an ordinary word of code, the kind of a layer, or a library.
+ORDINARY_WORDS = {
+    "aria",
+    "big",
+    "data",
+    "dots",
+    "flex",
+    "git",
+    "got",
+    "mamba",
+    "megatron",
+    "openai",
+    "opt",
+    "recurrent",
+    "seed",
+}
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 LONGEST_FILE = 300
 
