@@ -21,6 +21,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"strategy": "ddp"}),
     "fsdp2": (2, {"strategy": "fsdp2"}),
     "hsdp": (4, {"dp_replicate_size": 2}),
+    "tp2": (2, {"tp_size": 2}),
+    "pp2": (2, {"pp_size": 2}),
 }
 
 

@@ -72,3 +72,10 @@ def test_eight_ranks_train_as_a_plain_loop(bench: Bench, name: str) -> None:
 )
 def test_activation_checkpointing_runs_blocks_of_a_stage_again(bench: Bench, name: str, mode: str) -> None:
     check(bench, CASES[name], activation_checkpointing=mode)
+
+
+@pytest.mark.parametrize("layout", [PP, {**PP, "ep_size": 2, "dp_shard": 2}], ids=["pp2", "pp2xep2"])
+def test_a_stage_without_experts_keeps_step(bench: Bench, layout: dict[str, Any]) -> None:
+    """C56: the first layer is dense, so that the first stage has no expert to clip, to gather or to dispatch to."""
+    bench.model("qwen3_moe", "dense-first", mlp_only_layers=[0])
+    check_mesh(bench, "qwen3_moe", layout, False, 2, "sgd", "dense-first")

@@ -66,10 +66,12 @@ def test_one_process(bench: Bench, straight: dict[bool, Path], stops: list[int],
     assert_same_course(resumed(bench, recipe, stops), straight[packing])
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
-def test_two_ranks(bench: Bench, strategy: str) -> None:
+@pytest.mark.parametrize(
+    "setting", [("strategy", "fsdp2"), ("strategy", "ddp"), ("tp_size", 2), ("pp_size", 2)], ids=str
+)
+def test_two_ranks(bench: Bench, setting: tuple[str, Any]) -> None:
     """C68: each rank draws its own dropout, and goes on drawing it after a resume."""
-    recipes = [dropout_recipe(bench, packing=False, distributed={"strategy": strategy}) for _ in range(2)]
+    recipes = [dropout_recipe(bench, packing=False, distributed=dict([setting])) for _ in range(2)]
     assert_same_course(resumed(bench, recipes[0], [5], world_size=2), resumed(bench, recipes[1], [], world_size=2))
 
 

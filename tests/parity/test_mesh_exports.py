@@ -1,0 +1,114 @@
+"""Promise 5 where a model is cut: what goes in untrained comes out bit for bit, from any layout, with its names and dtypes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from meshtune.errors import MeshtuneError
+from tests.parity.conftest import Bench
+from tests.parity.meshes import CP, PP, SP, TP, split
+from tests.parity.runs import train
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": TP,
+    "cp2": CP,
+    "pp2": PP,
+    "fsdp2xtp2+sp": {**SP, "dp_shard": 2},
+    "pp2xtp2": {**PP, **TP},
+    "hsdp2xpp2": {**PP, "dp_replicate_size": 2},
+}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "ep2": {"ep_size": 2, "dp_shard": 2},
+    "ep4xtp2": {**TP, "ep_size": 4, "dp_shard": 2},
+    "pp2xep2": {**PP, "ep_size": 2, "dp_shard": 2},
+}
+# An untied head and biases, a tied head (C65), stacked projections, Conv1D, experts that the file has one by one.
+DENSE = ["llama", "qwen3", "phi3", "gpt2"]
+MIXTURES = ["mixtral", "qwen3_moe"]
+
+
+def train_all(recipes: list[dict[str, Any]], cache: str) -> None:
+    for recipe in recipes:
+        train(recipe, cache)
+
+
+def untrained(bench: Bench, model: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
+    """A recipe of one step that changes no weight."""
+    section, _, readers = split(layout)
+    changes: dict[str, Any] = {
+        "distributed": section,
+        "training": {"learning_rate": 0.0, "max_steps": 1, "per_device_batch_size": 12 // readers // 2},
+        "lr_scheduler": {"name": "constant"},
+    }
+    recipe = {**bench.recipe(Path(), True, **changes), "model": model}
+    del recipe["data"]["validation_path"]
+    return recipe
+
+
+def exported(recipe: dict[str, Any]) -> dict[str, Tensor]:
+    return load_file(Path(recipe["checkpoint"]["dir"]) / "export" / "model.safetensors")
+
+
+def assert_same_bits(found: dict[str, Tensor], wanted: dict[str, Tensor], where: str) -> None:
+    assert found.keys() == wanted.keys(), where
+    different = [n for n, t in wanted.items() if t.dtype != found[n].dtype or not torch.equal(found[n], t)]
+    assert not different, (where, different)
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *EXPERTS])
+def test_an_untrained_round_trip_is_bit_identical(bench: Bench, name: str) -> None:
+    """C64, C65, C74: weights stored in bf16 and float32, tied heads left out as they were, experts one by one again."""
+    layout = {**LAYOUTS, **EXPERTS}[name]
+    architectures = [*DENSE, MIXTURES[len(name) % 2]] if name in LAYOUTS else MIXTURES
+    folders = [
+        bench.model(architecture, "bf16", dtype=torch.bfloat16) if index % 2 else bench.model(architecture)
+        for index, architecture in enumerate(architectures)
+    ]
+    recipes = [untrained(bench, {"name": str(folder)}, layout) for folder in folders]
+    bench.ranks.run(split(layout)[1], train_all, recipes, bench.cache)
+    for folder, recipe in zip(folders, recipes, strict=True):
+        assert_same_bits(exported(recipe), load_file(folder / "model.safetensors"), folder.name)
+
+
+def test_random_weights_are_the_same_on_any_mesh(bench: Bench) -> None:
+    """C52: they follow from the seed and from names, and each rank keeps its part."""
+    wanted: dict[str, dict[str, Tensor]] = {}
+    for name, layout in {"one": {}, **LAYOUTS, **EXPERTS}.items():
+        architectures = ["qwen3_moe"] if name in EXPERTS else ["gpt2", "qwen3_moe"]
+        recipes = {
+            a: untrained(bench, {"name": str(bench.model(a)), "weights": "random"}, layout) for a in architectures
+        }
+        bench.ranks.run(split(layout)[1], train_all, list(recipes.values()), bench.cache)
+        for architecture, recipe in recipes.items():
+            found = exported(recipe)
+            assert_same_bits(found, wanted.setdefault(architecture, found), f"{architecture} on {name}")
+    assert all(tensor.float().std() > 0 for tensor in wanted["gpt2"].values() if tensor.ndim > 1)
+
+
+def train_or_error(recipe: dict[str, Any], cache: str) -> str:
+    try:
+        train(recipe, cache)
+    except MeshtuneError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("name", ["tp2", "pp2", "ep2"])
+def test_a_tensor_that_is_missing_ends_every_rank(bench: Bench, name: str, tmp_path: Path) -> None:
+    """C73: also those whose own part of the model does not have it. Nothing is left at random."""
+    layout = {**LAYOUTS, **EXPERTS}[name]
+    shutil.copytree(bench.model("mixtral"), tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.self_attn.o_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    recipe = untrained(bench, {"name": str(tmp_path / "model")}, layout)
+    errors = bench.ranks.run(split(layout)[1], train_or_error, recipe, bench.cache)
+    assert all("model.layers.1.self_attn.o_proj.weight" in error for error in errors), errors
