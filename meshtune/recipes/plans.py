@@ -133,9 +133,19 @@ def declare(model: PreTrainedModel, found: Findings | None, layout: Layout) -> P
         )
         if problems:
             raise LayoutError("\n".join(problems))
+        if layout.size("tp") > 1 and (outside := [e.path for e in experts if not _is_summed(e.path, plan)]):
+            raise LayoutError(
+                f"distributed.ep_size: {layout.ep} with tp_size: {layout.size('tp')} needs experts in a part of the model that "
+                f"tensor parallelism cuts, and {outside[0]} is in none; write tp_size: 1 or ep_size: 1"
+            )
         plan = plan.sharing_out(experts)
     joined = found.joined_units if found is not None else frozenset()
     return replace(plan, balancing=balancing(model), joined_units=joined)
+
+
+def _is_summed(path: str, plan: Plan) -> bool:
+    """Whether tp ranks sum what a module puts out, as they must where each of them serves its share of the tokens."""
+    return any(path == exit or path.startswith(f"{exit}.") for split in plan.splits for exit in split.exits)
 
 
 def findings(source: Source, layout: Layout, asked: Mapping[str, str] | None = None) -> Findings:

@@ -12,6 +12,7 @@ from meshtune.errors import LayoutError
 from meshtune.layout import Layout
 from meshtune.models.experts import experts_modules
 from meshtune.models.hf import build
+from meshtune.models.plans.regions import Experts
 from meshtune.models.section import ModelSection
 from meshtune.models.source import Source, causal_lm
 from meshtune.models.twin import build_twin
@@ -117,8 +118,24 @@ def test_experts_that_are_told_their_rows_by_order_are_shared_out(monkeypatch: p
     model_class, config = causal_lm(AutoConfig.for_model("llama4_text", **_SIZES, **sizes, pad_token_id=None))
     llama4 = Source(ModelSection(name="llama4", weights="random"), "llama4", config, model_class)
     assert find_plan(llama4, layout(dp_shard=2, ep=2)) is None
+    found = find_plan(llama4, layout(tp=2))
+    assert found is not None and not found.whole  # within a tp group they are cut, stored transposed as they are
+    assert any(isinstance(part, Experts) for regions in found.regions.values() for r, _ in regions for part in r.parts)
     twin = build_twin(llama4, config, "eager", torch.device("cpu"))
     experts = experts_modules(twin)
     assert [found.by_rows for found in experts] == [True, True]
     monkeypatch.setattr("meshtune.parallel.sorted_experts._places", lambda experts, count: (experts * 0, count))
     assert disagreement_over_experts(twin, experts) is not None
+
+
+def test_experts_outside_of_every_split_are_not_shared_out_as_well() -> None:
+    """Each tp rank serves its share of the tokens, so that somebody has to add the shares up."""
+    model_class, config = causal_lm(
+        AutoConfig.for_model("qwen3_moe", **_SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    )
+    qwen = Source(ModelSection(name="qwen", weights="random"), "qwen", config, model_class)
+    both = layout(tp=2, ep=2)
+    assert declare(build(qwen, "eager"), find_plan(qwen, both), both).experts
+    found = find_plan(qwen, both, {"model.layers.*.mlp.experts": "replicate"})
+    with pytest.raises(LayoutError, match=r"ep_size: 2 with tp_size: 2 .* model\.layers\.0\.mlp\.experts is in none"):
+        declare(build(qwen, "eager"), found, both)

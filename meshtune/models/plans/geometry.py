@@ -213,7 +213,10 @@ class _Cutter:
         (row, *more) = [name for name in part.rows if tensors[name].ndim == 3]
         if more:
             raise Unfit(f"{part.parent} has more than one output projection")
-        transposed = bool(getattr(self.holder, "is_transposed", False))
+        shapes = [tensors[name].shape for name in part.columns if tensors[name].ndim == 3]
+        transposed = getattr(self.holder, "is_transposed", False) or any(
+            shape[-2] == hidden != shape[-1] for shape in shapes
+        )
         dim = _inner_dim(tensors[row], hidden, -2 if transposed else -1)
         inner = tensors[row].shape[dim]
         if inner < self.size:

@@ -194,7 +194,10 @@ def _experts(block: nn.Module, roles: Mapping[str, Role]) -> Iterator[Experts]:
         own = {name: p for name, p in module._parameters.items() if p is not None}
         if not path or not any(p.ndim == 3 for p in own.values()):
             continue
-        rows = tuple(name for name in own if _is_row(name, roles.get(f"{path}.{name}")))
+        known = {name: role for name in own if (role := roles.get(f"{path}.{name}")) is not None}
+        if "row" not in known.values():
+            known = {}  # tables name the styles of experts that are stored transposed in more than one way
+        rows = tuple(name for name in own if _is_row(name, known.get(name)))
         columns = tuple(name for name in own if name not in rows)
         if rows and columns and not list(module.children())[1:]:
             yield Experts(path, columns, rows)
