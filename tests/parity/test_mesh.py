@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 
-from tests.parity.conftest import GLOBAL_BATCH, Bench
+from meshtune.config import from_mapping
+from meshtune.errors import ModelError
+from meshtune.layout import DistributedSection, Layout
+from tests.parity.conftest import Bench
+from tests.parity.meshes import CP, SP, TP, check_copies, check_mesh, split
 from tests.parity.models import ARCHITECTURES
-from tests.parity.runs import check_course
+from tests.parity.runs import check_course, course
+from tests.parity.test_compute import train_compiled
 
-TP, CP = {"tp_size": 2}, {"cp_size": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": TP,
-    "tp2+sp": {**TP, "sequence_parallel": True},
+    "tp2+sp": SP,
     "cp2": CP,
-    "fsdp2xtp2+sp": {**TP, "sequence_parallel": True, "dp_shard": 2},
+    "fsdp2xtp2+sp": {**SP, "dp_shard": 2},
     "ddp2xtp2": {**TP, "strategy": "ddp", "dp_shard": 2},
     "cp2xtp2": {**CP, **TP},
     "hsdp2xcp2": {**CP, "dp_replicate_size": 2},
 }
 EXPERTS: dict[str, dict[str, Any]] = {
     "ep2": {"ep_size": 2, "dp_shard": 2},
-    "fsdp2xtp2xep2+sp": {**TP, "sequence_parallel": True, "ep_size": 2, "dp_shard": 2},
+    "fsdp2xtp2xep2+sp": {**SP, "ep_size": 2, "dp_shard": 2},
     "ep4xtp2": {**TP, "ep_size": 4, "dp_shard": 2},
     "hsdp2xep2": {"dp_replicate_size": 2, "ep_size": 2, "dp_shard": 2},
     "cp2xep2": {**CP, "ep_size": 2},
@@ -32,26 +35,12 @@ MIXTURES = ["mixtral", "qwen3_moe"]
 CASES = [(a, name) for a in ARCHITECTURES for name in LAYOUTS] + [(a, name) for a in MIXTURES for name in EXPERTS]
 
 
-def split(layout: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
-    """The recipe's section, the number of ranks, and how many of them read different rows."""
-    section = {key: value for key, value in layout.items() if key != "dp_shard"}
-    readers = layout.get("dp_shard", 1) * layout.get("dp_replicate_size", 1)
-    return section, readers * layout.get("tp_size", 1) * layout.get("cp_size", 1), readers
-
-
 @pytest.mark.parametrize(("architecture", "layout"), CASES)
 def test_a_mesh_trains_as_a_plain_loop(bench: Bench, architecture: str, layout: str) -> None:
-    """Unequal token counts, accumulation, packed and padded by turns, and shared parameters that stay equal bit for bit."""
-    section, world_size, readers = split({**LAYOUTS, **EXPERTS}[layout])
+    """Unequal token counts, packed and padded, one micro-batch and three, AdamW and SGD with momentum, by turns."""
     turn = CASES.index((architecture, layout))
-    packed, accumulation = turn % 2 == 0, (3, 1)[turn // 2 % 2]
-    training = {"per_device_batch_size": GLOBAL_BATCH // readers // math.gcd(accumulation, GLOBAL_BATCH // readers)}
-    recipe = bench.recipe(bench.model(architecture), packed, distributed=section, training=training)
-    found, digests = bench.run(world_size, recipe)
-    check_course(found, bench.plain(architecture, packed))
-    if world_size == section.get("tp_size", 1):
-        norms = [name for name in digests[0] if "norm" in name or ".ln_" in name]
-        assert norms and all(digests[0][name] == digests[1][name] for name in norms)
+    optimizer = ("adamw", "sgd")[turn // 4 % 2]
+    check_mesh(bench, architecture, {**LAYOUTS, **EXPERTS}[layout], turn % 2 == 0, (3, 1)[turn // 2 % 2], optimizer)
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
@@ -59,17 +48,39 @@ def test_a_mesh_trains_as_a_plain_loop(bench: Bench, architecture: str, layout: 
 def test_every_method_of_context_parallelism_trains_as_a_plain_loop(
     bench: Bench, architecture: str, method: str
 ) -> None:
-    distributed = {**CP, "cp_method": method}
-    recipe = bench.recipe(
-        bench.model(architecture), True, distributed=distributed, training={"per_device_batch_size": 2}
-    )
-    check_course(bench.run(2, recipe)[0], bench.plain(architecture, True))
+    check_mesh(bench, architecture, {**CP, "cp_method": method}, True, 6)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("layout", ["tp2+sp", "cp2xtp2", "ep4xtp2"])
 def test_activation_checkpointing_runs_blocks_again_on_any_mesh(bench: Bench, layout: str, mode: str) -> None:
+    check_mesh(bench, "qwen3_moe", {**LAYOUTS, **EXPERTS}[layout], True, 3, activation_checkpointing=mode)
+
+
+@pytest.mark.parametrize(("layout", "backend"), [("tp2+sp", "inductor"), ("ep2", "eager")])
+def test_compiled_blocks_train_as_a_plain_loop_on_any_mesh(bench: Bench, layout: str, backend: str) -> None:
+    """Captured as they are, or (with a C++ compiler) compiled to machine code."""
     section, world_size, readers = split({**LAYOUTS, **EXPERTS}[layout])
-    training = {"per_device_batch_size": GLOBAL_BATCH // readers // 3, "activation_checkpointing": mode}
-    recipe = bench.recipe(bench.model("qwen3_moe"), True, distributed=section, training=training)
-    check_course(bench.run(world_size, recipe)[0], bench.plain("qwen3_moe", True))
+    architecture = "qwen3_moe" if "ep" in layout else "qwen3"
+    training = {"compile": True, "per_device_batch_size": 12 // readers // 2}
+    recipe = bench.recipe(bench.model(architecture), True, distributed=section, training=training)
+    del recipe["data"]["validation_path"]
+    try:
+        graphs = bench.ranks.run(world_size, train_compiled, recipe, bench.cache, backend, timeout=500)
+    except ModelError as error:
+        if "training.compile: torch.compile does not run" in str(error):
+            pytest.skip(str(error))
+        raise
+    assert min(graphs) > 1
+    check_course(course(recipe), bench.plain(architecture, True).without_validation(), 1e-4)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2xtp2+sp", "ddp2xtp2"])
+def test_dropout_drops_the_same_of_what_tensor_parallel_ranks_share(bench: Bench, layout: str) -> None:
+    """C52: else their copies of a norm would learn from other activations, and drift apart."""
+    section, world_size, _ = split(LAYOUTS[layout])
+    model = bench.model("gpt2", "dropout", resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2)
+    recipe = bench.recipe(model, True, distributed=section, training={"per_device_batch_size": 3})
+    found, digests = bench.run(world_size, recipe)
+    check_copies(digests, Layout.resolve(from_mapping(DistributedSection, section), world_size), found.weights)
+    assert found.loss[0] != pytest.approx(bench.plain("gpt2", True).loss[0], rel=1e-3)

@@ -43,12 +43,12 @@ def uninterrupted(bench: Bench) -> list[dict[str, Any]]:
     return lines(Path(recipe["checkpoint"]["dir"]))
 
 
-def assert_one_run(run: Path, wanted: list[dict[str, Any]]) -> None:
+def assert_one_run(run: Path, wanted: list[dict[str, Any]], tolerance: float = 1e-5) -> None:
     found = lines(run)
     assert [row["step"] for row in found] == [row["step"] for row in wanted]
     for row, reference in zip(found, wanted, strict=True):
         assert row.keys() == reference.keys()
-        assert row == pytest.approx(reference, rel=1e-5)
+        assert row == pytest.approx(reference, rel=tolerance)
 
 
 def test_one_process_at_random_instants(bench: Bench, tmp_path: Path, uninterrupted: list[dict[str, Any]]) -> None:
@@ -99,6 +99,35 @@ def test_a_launcher_and_its_ranks(bench: Bench, tmp_path: Path, uninterrupted: l
             assert "Traceback" not in said
     assert bench.train(recipe, world_size=1).error is None
     assert_one_run(run, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("begin", "world_size", "end"),
+    [({"tp_size": 2}, 1, {}), ({"pp_size": 2}, 2, {"strategy": "fsdp2"})],
+    ids=["tp2-one", "pp2-fsdp2"],
+)
+def test_a_cut_model_is_killed_and_goes_on_elsewhere(
+    bench: Bench,
+    tmp_path: Path,
+    uninterrupted: list[dict[str, Any]],
+    begin: dict[str, Any],
+    world_size: int,
+    end: dict[str, Any],
+) -> None:
+    """Twice: at the second start on the same axes, then on another number of ranks or with others."""
+    run = tmp_path / "run"
+    path = write_recipe(tmp_path / "recipe.yaml", in_folder(recipe_of(bench, distributed=begin), run))
+    for attempt in range(2):
+        output, seen = tmp_path / f"output-{attempt}", last_step(run)
+        with started("train", str(path), "--nproc", "2", output=output, cache=bench.cache) as process:
+            wait_for(lambda s=seen, p=process: last_step(run) >= max(1, s) + 2 or p.poll() is not None, "more steps")
+            assert process.poll() is None, output.read_text(encoding="utf-8")
+            ranks = children_of(process.pid)
+            kill("all", process.pid, ranks)
+        wait_for(lambda r=ranks: not any(is_alive(pid) for pid in r), "the ranks to end")
+    assert 5 <= last_step(run) < STEPS
+    assert bench.train(in_folder(recipe_of(bench, distributed=end), run), world_size).error is None
+    assert_one_run(run, uninterrupted, tolerance=1e-4)
 
 
 def kill(victim: str, launcher: int, ranks: list[int]) -> None:
