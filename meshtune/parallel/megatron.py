@@ -1,6 +1,6 @@
 """NVIDIA's Megatron-FSDP in the place of FSDP2: `distributed.strategy: megatron_fsdp`.
 
-Written from the package's source (0.6.1) and not yet run: it needs a CUDA device (docs/decisions/0011). Weights are loaded whole
+Written from the package's source (0.6.1) and not yet run: it needs a CUDA device (docs/decisions/0013). Weights are loaded whole
 on each rank; then the package keeps their shards, flat buffers cut without regard to rows that would be equal on all ranks. So
 the rows of a rank are asked of the others once, and kept as its `Piece` of each parameter, by which checkpoints and exports
 know it.

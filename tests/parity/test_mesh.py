@@ -32,7 +32,13 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "cp2xep2": {**CP, "ep_size": 2},
 }
 MIXTURES = ["mixtral", "qwen3_moe"]
-CASES = [(a, name) for a in ARCHITECTURES for name in LAYOUTS] + [(a, name) for a in MIXTURES for name in EXPERTS]
+ONE_AXIS = ("tp2", "tp2+sp", "cp2")
+CASES = [
+    (architecture, name)
+    for i, architecture in enumerate(ARCHITECTURES)
+    for j, name in enumerate(LAYOUTS)
+    if name in ONE_AXIS or (i + j) % 2 == 0  # each product with every other architecture
+] + [(architecture, name) for architecture in MIXTURES for name in EXPERTS]
 
 
 @pytest.mark.parametrize(("architecture", "layout"), CASES)
@@ -57,9 +63,9 @@ def test_activation_checkpointing_runs_blocks_again_on_any_mesh(bench: Bench, la
     check_mesh(bench, "qwen3_moe", {**LAYOUTS, **EXPERTS}[layout], True, 3, activation_checkpointing=mode)
 
 
-@pytest.mark.parametrize(("layout", "backend"), [("tp2+sp", "inductor"), ("ep2", "eager")])
+@pytest.mark.parametrize(("layout", "backend"), [("tp2+sp", "eager"), ("ep2", "eager")])
 def test_compiled_blocks_train_as_a_plain_loop_on_any_mesh(bench: Bench, layout: str, backend: str) -> None:
-    """Captured as they are, or (with a C++ compiler) compiled to machine code."""
+    """Captured by the compiler's front; that machine code computes the same, tests/parity/test_compute.py shows."""
     section, world_size, readers = split({**LAYOUTS, **EXPERTS}[layout])
     architecture = "qwen3_moe" if "ep" in layout else "qwen3"
     training = {"compile": True, "per_device_batch_size": 12 // readers // 2}
