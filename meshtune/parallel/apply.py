@@ -103,7 +103,8 @@ def _cut_stages(root: nn.Module, model: nn.Module, layout: Layout, plan: Plan, s
         active_share=settings.active_share,
         joined=plan.joined_units,
     )
-    set_aliases(model, {name: first for name, first in cut.placement.canonical.items() if name != first})
+    tied = {name: first for name, first in cut.placement.canonical.items() if name != first}
+    set_aliases(model, {name: first for name, first in tied.items() if not cut.holds(first)})
     return cut
 
 

@@ -78,9 +78,11 @@ def _stages_of(module: nn.Module, model: Any, trunk: Trunk, stages: int) -> tupl
         return everywhere
     if model.get_output_embeddings() in inside:
         return last
+    if not trunk.known:
+        return everywhere
     if module is model.get_input_embeddings():
         return (0,)
-    if not trunk.known or own & trunk.entry:
+    if own & trunk.entry:
         # What this feeds is computed in vain on later stages. Only of an embedding is the shape of the output known.
         return (0,) if isinstance(module, nn.Embedding) and own <= trunk.entry else everywhere
     return last

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshtune.data.batch import Batch
 from meshtune.layout.span import Span
@@ -48,6 +49,15 @@ class _Recorder(AbsentBlock):
         return super().forward(*args, **kwargs)
 
 
+class _AnyValue(TorchDispatchMode):
+    """Code that decides by a value of a tensor (are these rows packed? is any of this masked?) goes on where there is none."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return True if args[0].dtype == torch.bool else 1
+        return function(*args, **(kwargs or {}))
+
+
 def trace(root: nn.Module, model: nn.Module, blocks: Sequence[str]) -> Trunk:
     """What `root` does around and between `blocks`."""
     trunk = Trunk()
@@ -55,8 +65,10 @@ def trace(root: nn.Module, model: nn.Module, blocks: Sequence[str]) -> Trunk:
     device = next(model.parameters()).device
     ids = torch.zeros((_ROWS, _TOKENS), dtype=torch.long, device=device)
     positions = torch.arange(_TOKENS, device=device).expand(_ROWS, -1)
+    batch = Batch(input_ids=ids, position_ids=positions, shift_labels=ids)
     try:
-        root(hidden_states, Batch(input_ids=ids, position_ids=positions, shift_labels=ids), Span(replaced=recorders))
+        with _AnyValue():
+            root(hidden_states, batch, Span(replaced=recorders))
     except Exception:  # whatever an architecture's code raises when its tensors have no values
         if set(trunk.order) != set(blocks):  # behind the last block there is nothing left to learn
             return Trunk(tuple(blocks), known=False)

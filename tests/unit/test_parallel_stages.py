@@ -170,3 +170,16 @@ def test_layers_that_need_more_than_hidden_states_are_found_out() -> None:
     assert fault_of_stages(_sound, _names, objective, BATCH) is None
     fault = fault_of_stages(_leaking, _names, objective, BATCH)
     assert fault is not None and "layers need more than hidden states of the layers before them (KeyError" in fault
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt2", "gpt_oss"])
+def test_on_the_meta_device_modules_have_the_same_places(name: str) -> None:
+    """As a model is cut in training: code that asks tensors for values must not hide what feeds what."""
+    (_, wanted), _ = cut_up(tiny_model(name), 2)
+    meta = tiny_model(name).to("meta")
+    meta.tie_weights()
+    (_, found), _ = cut_up(meta, 2)
+    assert found.placement == wanted.placement
+    assert set(found.placement.outer.values()) == {(0,), (1,)} | {
+        at for at in wanted.placement.outer.values() if len(at) > 1
+    }
