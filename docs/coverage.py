@@ -179,12 +179,11 @@ class Known:
         self._found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {}
 
     def report(self, title: str, layouts: list[str]) -> Report | None:
-        """What is known of all these layouts."""
+        """What is known of all these layouts; of what was failing, nothing is."""
         found = dict(self._found.get(title) or {})
         verdicts = {one["layout"]: Verdict(**{**one, "comparisons": []}) for one in found.pop("verdicts", ())}
-        if not found or not verdicts.keys() >= set(layouts):
+        if not found.pop("passed", False) or not verdicts.keys() >= set(layouts):
             return None
-        del found["passed"]
         return Report(**found, verdicts=[verdicts[name] for name in layouts])
 
     def keep(self, title: str, report: Report) -> None:

@@ -32,6 +32,7 @@ _NARROW = 16
 _NARROW_FINE = 32
 _SMALLEST_HEAD = 16
 _FEW_EXPERTS = 8
+_SHARING = 6
 
 Values = dict[str, Any]
 
@@ -141,9 +142,7 @@ def _shrunk(name: str, value: Any, count: int, kept: int, cut: Cut) -> Any:
     if _LAYERS.search(name):
         return min(value, kept) if value == count else value
     if _SHARED.search(name) and kept < count:
-        return min(
-            value, kept // 2
-        )  # the last layers, which take keys and values from layers of their kind before them
+        return min(value, kept // 2, _SHARING)  # the last layers, which take keys and values from others of their kind
     return _small_integer(name, value, cut)
 
 
@@ -197,7 +196,7 @@ def _layers_to_keep(values: Values, count: int, least: int) -> int:
         elif _is_pattern(name, by_layer) and type(value) is int and 1 < value < count - 1:
             needed = max(needed, value + 1)
     shared = any(_SHARED.search(str(name)) and value for name, value in values.items())
-    return min(2 * needed if shared else needed, count)
+    return min(needed + min(needed, _SHARING) if shared else needed, count)
 
 
 def _is_pattern(name: str, by_layer: bool) -> bool:
