@@ -46,7 +46,7 @@ def assert_refused(said: Said, run: Path, *parts: str) -> None:
             ["recipe.yaml:11: training.precision", "first on line 10"],
         ),
         ("model:\n", "model:\n  dtype: bfloat16\n", ["training.precision", "weights held in bfloat16"]),
-        ("model:\n", "distributed: {tp_size: 2}\nmodel:\n", ["distributed.tp_size", "write tp_size: 1"]),
+        ("model:\n", "distributed: {tp_size: 2}\nmodel:\n", ["distributed.tp_size", "start 2, or lower a size"]),
         (
             "model:\n",
             "distributed: {strategy: ddp, dp_replicate_size: 2}\nmodel:\n",
