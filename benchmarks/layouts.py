@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -67,8 +68,8 @@ def make_inputs(folder: Path, steps: int) -> None:
         writer.publish(report)
 
 
-def recipe(folder: Path, layout: str, steps: int) -> tuple[dict[str, Any], int, int]:
-    """The recipe of a layout's name (`one` and `one+experts`: one process), its ranks, and how many of them read rows."""
+def recipe(folder: Path, layout: str, steps: int) -> tuple[dict[str, Any], int]:
+    """The recipe of a layout's name (`one` and `one+experts`: one process), and its ranks."""
     from meshtune.layout.section import DistributedSection
     from meshtune.verify.layouts import parse
 
@@ -93,7 +94,6 @@ def recipe(folder: Path, layout: str, steps: int) -> tuple[dict[str, Any], int, 
             "logging": {"progress": "none"},
         },
         ranks,
-        readers,
     )
 
 
@@ -125,7 +125,8 @@ def _processor_seconds() -> float:
 
 def start(folder: Path, layout: str, steps: int, threads: int) -> list[dict[str, Any]]:
     """What each rank of a layout measured, in processes of their own."""
-    ranks = recipe(folder, layout, steps)[1]
+    made, ranks = recipe(folder, layout, steps)
+    shutil.rmtree(made["checkpoint"]["dir"], ignore_errors=True)
     port = str(20_000 + os.getpid() % 20_000)
     command = [sys.executable, __file__, "--contender", layout, "--folder", str(folder), "--steps", str(steps)]
     world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
@@ -182,9 +183,15 @@ def main() -> None:
         make_inputs(Path(folder), asked.steps)
         for turn in range(asked.repeat):
             for name in names:
-                results[name].append(start(Path(folder), name, asked.steps, asked.threads))
-            load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
-            print(f"after round {turn + 1}: load average {load:.1f} on {os.cpu_count()} cores", flush=True)
+                done = start(Path(folder), name, asked.steps, asked.threads)
+                results[name].append(done)
+                load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+                rate, spent = statistics.median(done[0]["rates"][1:]), sum(rank["processor_s"] for rank in done)
+                print(
+                    f"round {turn + 1} {name:12} {rate:7.0f} tokens/s, {spent:.1f} s of CPU, load {load:.0f}",
+                    flush=True,
+                )
+    print(f"on {os.cpu_count()} cores:")
     report(results, asked.steps)
     return None
 

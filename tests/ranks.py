@@ -29,6 +29,8 @@ POOL_SIZE = 8
 ROOT = Path(__file__).resolve().parent.parent
 # How long the other ranks may take to notice that one has failed, before their processes are replaced.
 GRACE_S = 5.0
+# Threads of the process groups of earlier jobs may live on and keep the cores busy; a process forked anew has none.
+JOBS_OF_A_PROCESS = 10
 
 
 class RanksTimeoutError(Exception):
@@ -58,6 +60,7 @@ class Ranks:
         self._size = size
         self._folder = tempfile.TemporaryDirectory(prefix="meshtune-ranks-", ignore_cleanup_errors=True)
         self._jobs = 0
+        self._served: dict[int, int] = {}
 
     def run(self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
         """`fn(*args)` on every rank of a gloo world; the results by rank, tensors by value.
@@ -81,6 +84,7 @@ class Ranks:
         for rank in range(world_size):
             job = _Job(fn.__module__, fn.__qualname__, arguments, rank, world_size, store, timeout)
             self._ready_worker(rank).connection.send(job)
+            self._served[rank] = self._served.get(rank, 0) + 1
         return self._collect(world_size, time.monotonic() + timeout)
 
     def close(self) -> None:
@@ -91,9 +95,10 @@ class Ranks:
 
     def _ready_worker(self, rank: int) -> _Worker:
         worker = self._workers.get(rank)
-        if worker is None or not worker.process.is_alive():
+        if worker is None or not worker.process.is_alive() or self._served.get(rank, 0) >= JOBS_OF_A_PROCESS:
             self._stop(rank)
             self._workers[rank] = _start(rank)
+            self._served[rank] = 0
         return self._workers[rank]
 
     def _stop(self, rank: int) -> None:
@@ -146,7 +151,10 @@ class _Answer:
 
 
 def _start(rank: int) -> _Worker:
-    context = multiprocessing.get_context("spawn")
+    forks = "forkserver" in multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if forks else "spawn")
+    if forks:
+        context.set_forkserver_preload(["meshtune.verify.preload"])
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there,), name=f"rank-{rank}", daemon=True)
     process.start()
