@@ -33,7 +33,7 @@ def _folder(tmp_path: Path, **config: Any) -> Path:
 def test_what_a_source_tells(tmp_path: Path) -> None:
     source = resolve(ModelSection(name=str(save_tiny("qwen3_moe", tmp_path))))
     assert (source.max_positions, source.dtype, source.master_dtype) == (64, torch.bfloat16, torch.float32)
-    assert source.facts() == {"model_type": "qwen3_moe", "num_hidden_layers": 2, "router_aux_loss": False}
+    assert source.facts() == {"model_type": "qwen3_moe", "num_attention_heads": 4, "num_hidden_layers": 2}
     assert source.model_class is type(AutoModelForCausalLM.from_config(tiny_config("qwen3_moe")))
 
 
