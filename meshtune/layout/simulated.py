@@ -21,6 +21,7 @@ def simulate(layout: Layout, work: Callable[[Layout], T]) -> list[T]:
     """`work` on every rank of `layout`, each a thread with the layout as that rank sees it; results in rank order.
 
     Only `peers`, `rank` and `size` can be asked of it. The first error of any rank is raised, and no rank is left waiting.
+    `work` copies models and builds none: transformers patches its classes for as long as a constructor runs.
     """
     world = _World(layout)
     results: list[T | None] = [None] * layout.world_size

@@ -174,9 +174,10 @@ def test_every_matrix_of_a_block_is_cut(name: str) -> None:
 @pytest.mark.parametrize("name", ["phi3", "gpt2", "gpt_oss"])
 def test_ranks_hold_what_the_plan_says_and_together_the_whole(name: str) -> None:
     model, plan, _ = planned(tiny_source(name))
+    owns = [hf.build(tiny_source(name), "eager") for _ in range(2)]
 
     def local(layout: Layout) -> dict[str, torch.Size]:
-        own = hf.build(tiny_source(name), "eager")
+        own = owns[layout.rank("tp")]
         parallelize(own, plan, layout)
         return {n: p.shape for n, p in own.named_parameters()}
 
