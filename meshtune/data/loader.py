@@ -41,7 +41,7 @@ class Share:
         return [self._collate(part) if part else as_filler(self._collate(units[:1])) for part in mine]
 
     def _collate(self, units: list[Unit]) -> Batch:
-        documents = [self._order.dataset[index] for unit in units for index in unit]
+        documents = [document for unit in units for document in self._order.documents(unit)]
         return collate_packed(documents) if self._order.packing else collate_padded(documents, self._pad_token_id)
 
 

@@ -1,28 +1,32 @@
-"""The global order: which rows, or packs of rows, make global batch k of an epoch, for any world size."""
+"""The global order: which units make global batch k of an epoch, for any world size."""
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from typing import Protocol
 
-from meshtune.data.dataset import TokenDataset
-from meshtune.data.packing import pack
+from meshtune.data.collate import Document
+from meshtune.data.units import Unit, Units, permutation
 from meshtune.errors import DataError
 
-Unit = list[int]
+__all__ = ["Corpus", "GlobalOrder", "Unit", "permutation"]
+
+
+class Corpus(Protocol):
+    """Data that is tokens: it says what its units are."""
+
+    def units(self, *, shuffle: bool, seed: int, packing: bool, max_seq_length: int | None) -> Units:
+        """Return the units in the order of each epoch. Raises DataError where the settings cannot be had."""
+        ...
 
 
 class GlobalOrder:
-    """Units (a row, or a pack of rows) in the order in which training meets them.
-
-    Packs are formed once, from the file order or, shuffling, from a permutation by the seed. Shuffling then
-    permutes the units of each epoch by (seed, epoch). Global batch k is units k·G to (k+1)·G-1; the last may
-    be short.
+    """Units in the order in which training meets them. Global batch k is units k·G to (k+1)·G-1; an epoch's last may be
+    short.
     """
 
     def __init__(
         self,
-        dataset: TokenDataset,
+        dataset: Corpus,
         global_batch_size: int,
         *,
         shuffle: bool = True,
@@ -34,20 +38,17 @@ class GlobalOrder:
         """Raises DataError if `drop_last` would leave no batch at all, or packing is asked for without a
         capacity.
         """
-        self.dataset, self.global_batch_size, self.packing = dataset, global_batch_size, packing
-        self._shuffle, self._seed = shuffle, seed
-        self._packs = self._form_packs(max_seq_length) if packing else None
-        self.units = len(dataset) if self._packs is None else len(self._packs)
+        self.global_batch_size, self.packing = global_batch_size, packing
+        self._units = dataset.units(shuffle=shuffle, seed=seed, packing=packing, max_seq_length=max_seq_length)
+        self.units = len(self._units)
         if drop_last and self.units < global_batch_size:
-            kind = f"packs (of {len(dataset)} documents)" if packing else "rows"
             raise DataError(
-                f"{self.units} {kind} make no full global batch of {global_batch_size}, and drop_last "
+                f"{self.units} {self._units.kind} make no full global batch of {global_batch_size}, and drop_last "
                 "leaves the short one out: nothing would be trained. Set drop_last: false, "
                 "or a smaller global_batch_size"
             )
         whole = self.units - self.units % global_batch_size
         self.units_per_epoch = whole if drop_last else self.units
-        self._permuted: tuple[int, NDArray[np.int64]] | None = None
 
     @property
     def batches_per_epoch(self) -> int:
@@ -55,36 +56,19 @@ class GlobalOrder:
         return -(-self.units_per_epoch // self.global_batch_size)
 
     def batch(self, epoch: int, k: int) -> list[Unit]:
-        """Return global batch k of an epoch: a list of units, each a list of dataset indices."""
+        """Return global batch k of an epoch: a list of units."""
         if not 0 <= k < self.batches_per_epoch:
             raise IndexError(f"batch {k} of {self.batches_per_epoch}")
         return self.window(epoch, k * self.global_batch_size)
 
     def window(self, epoch: int, start: int) -> list[Unit]:
         """Return the global batch that begins at unit `start` of an epoch; short at the epoch's end."""
-        stop = min(start + self.global_batch_size, self.units_per_epoch)
-        places = self._order(epoch)[start:stop].tolist()
-        return [[place] if self._packs is None else self._packs[place] for place in places]
+        return self._units.between(epoch, start, min(start + self.global_batch_size, self.units_per_epoch))
 
-    def _form_packs(self, capacity: int | None) -> list[Unit]:
-        if capacity is None:
-            raise DataError("packing needs max_seq_length, the number of tokens that a pack holds")
-        count = len(self.dataset)
-        order = permutation(count, self._seed, 0) if self._shuffle else np.arange(count)
-        return pack(self.dataset.lengths, capacity, order)
+    def documents(self, unit: Unit) -> list[Document]:
+        """Return the documents of a unit, to be read by the rank that trains on it."""
+        return self._units.documents(unit)
 
-    def _order(self, epoch: int) -> NDArray[np.int64]:
-        if self._permuted is None or self._permuted[0] != epoch:
-            order = permutation(self.units, self._seed, epoch + 1) if self._shuffle else np.arange(self.units)
-            self._permuted = epoch, order
-        return self._permuted[1]
-
-
-def permutation(count: int, seed: int, stream: int) -> NDArray[np.int64]:
-    """Return a permutation of 0 to count-1 that depends on seed and stream alone, whatever numpy's version.
-
-    Made from raw PCG64 output, whose stream numpy promises to keep; it does not promise that of `permutation`
-    (NEP 19).
-    """
-    bits = np.random.PCG64(np.random.SeedSequence([seed % 2**64, stream]))
-    return np.argsort(bits.random_raw(count), kind="stable")
+    def notes(self) -> list[str]:
+        """Return what a user should know of how the units were formed, as lines."""
+        return self._units.notes()
