@@ -80,13 +80,18 @@ def prepare_training(
 
 def prepare_validation(
     section: DataSection, tokenizer: Any, max_seq_length: int, cache_dir: str | os.PathLike[str] | None = None
-) -> TokenDataset | None:
-    """Return the prepared validation data of a section, or None where it names none; see `prepare`."""
-    if section.validation_path is None:
-        return None
-    split = section.validation_split or "validation"
-    with naming("data.validation_path"):
-        return prepare(section, section.validation_path, tokenizer, max_seq_length, split=split, cache_dir=cache_dir)
+) -> dict[str, TokenDataset]:
+    """Return the prepared validation sets of a section by name, one alone under ""; see `prepare`."""
+    split, prepared = section.validation_split or "validation", {}
+    for name, paths in section.validation_sets.items():
+        with naming(validation_setting(name)):
+            prepared[name] = prepare(section, paths, tokenizer, max_seq_length, split=split, cache_dir=cache_dir)
+    return prepared
+
+
+def validation_setting(name: str) -> str:
+    """Return the setting that names a validation set."""
+    return f"data.validation_path.{name}" if name else "data.validation_path"
 
 
 @contextmanager

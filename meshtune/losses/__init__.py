@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from meshtune.losses.linear_cross_entropy import VocabularyPart, default_chunk_size, linear_cross_entropy
+from meshtune.losses.linear_cross_entropy import VocabularyPart, default_chunk_size, linear_cross_entropy, token_scores
 
-__all__ = ["VocabularyPart", "default_chunk_size", "linear_cross_entropy"]
+__all__ = ["VocabularyPart", "default_chunk_size", "linear_cross_entropy", "token_scores"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["VocabularyPart", "default_chunk_size", "linear_cross_entropy"]
+__all__ = ["VocabularyPart", "default_chunk_size", "linear_cross_entropy", "token_scores"]
 
 Head = Callable[[Tensor], Tensor]
 
@@ -82,17 +82,59 @@ def linear_cross_entropy(
             f"want hidden_states [n, hidden] and targets [n], got {[*hidden_states.shape]} and {[*targets.shape]}"
         )
     if chunk_size is None:
-        if vocabulary is None:
-            vocabulary_size = head(hidden_states[:0]).shape[-1]
-        else:  # parts may differ in size, but ranks exchange numbers chunk by chunk
-            vocabulary_size = math.ceil(vocabulary.size / vocabulary.peers.size)
-        chunk_size = default_chunk_size(vocabulary_size, hidden_states.device)
+        chunk_size = _chunk_size(hidden_states, head, vocabulary)
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}, want at least 1 row")
     parameters = list({id(p): p for p in head_parameters}.values())
     if torch.is_grad_enabled() and any(t.requires_grad for t in (hidden_states, *parameters)):
         return _LinearCrossEntropy.apply(hidden_states, targets, head, chunk_size, vocabulary, *parameters)
-    return _loss_sum(hidden_states, targets, head, chunk_size, vocabulary)
+    return token_scores(hidden_states, targets, head, chunk_size, vocabulary)[0]
+
+
+@torch.no_grad()
+def token_scores(
+    hidden_states: Tensor,
+    targets: Tensor,
+    head: Head,
+    chunk_size: int | None = None,
+    vocabulary: VocabularyPart | None = None,
+) -> Tensor:
+    """`[2]` float32: the sum of `linear_cross_entropy`, and of how many rows the target has the largest logit.
+
+    Of equal logits the one of the lowest id counts as the largest, as `argmax` has it. Arguments as in `linear_cross_entropy`;
+    there is no gradient.
+    """
+    scores = hidden_states.new_zeros(2, dtype=torch.float32)
+    for rows in _chunks(len(hidden_states), chunk_size or _chunk_size(hidden_states, head, vocabulary)):
+        logits = head(hidden_states[rows]).float()
+        if vocabulary is None:
+            loss_sum = nn.functional.cross_entropy(logits, targets[rows], reduction="sum")
+            likeliest = logits.argmax(-1)
+        else:
+            likeliest = _likeliest(logits, vocabulary)
+            loss_sum = _cross_entropy_and_gradient(logits, targets[rows], vocabulary)[0]
+        scores += torch.stack([loss_sum, (likeliest == targets[rows]).sum()])
+    return scores
+
+
+def _likeliest(logits: Tensor, vocabulary: VocabularyPart) -> Tensor:
+    """[m] int64: the id of each row's largest logit over all ranks."""
+    if logits.shape[1]:
+        largest, index = logits.max(-1)
+    else:
+        largest = index = logits.new_full((len(logits),), -math.inf)
+    # Ids fit into float32: no vocabulary has 2^24 entries.
+    told = vocabulary.peers.all_gather(torch.stack([largest, index.to(largest) + vocabulary.start]))  # [ranks, 2, m]
+    best = told[:, 0] == told[:, 0].amax(0)
+    return torch.where(best, told[:, 1], math.inf).amin(0).long()
+
+
+def _chunk_size(hidden_states: Tensor, head: Head, vocabulary: VocabularyPart | None) -> int:
+    if vocabulary is None:
+        vocabulary_size = head(hidden_states[:0]).shape[-1]
+    else:  # parts may differ in size, but ranks exchange numbers chunk by chunk
+        vocabulary_size = math.ceil(vocabulary.size / vocabulary.peers.size)
+    return default_chunk_size(vocabulary_size, hidden_states.device)
 
 
 def default_chunk_size(vocabulary_size: int, device: torch.device) -> int:
@@ -160,20 +202,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for g, dtype in zip(parameter_gradients, ctx.dtypes, strict=True)
         ]
         return (None if hidden_gradient is None else hidden_gradient.mul_(scale), None, None, None, None, *scaled)
-
-
-def _loss_sum(
-    hidden_states: Tensor, targets: Tensor, head: Head, chunk_size: int, vocabulary: VocabularyPart | None
-) -> Tensor:
-    loss_sum = hidden_states.new_zeros((), dtype=torch.float32)
-    with torch.no_grad():
-        for rows in _chunks(len(hidden_states), chunk_size):
-            logits = head(hidden_states[rows]).float()
-            if vocabulary is None:
-                loss_sum += nn.functional.cross_entropy(logits, targets[rows], reduction="sum")
-            else:
-                loss_sum += _cross_entropy_and_gradient(logits, targets[rows], vocabulary)[0]
-    return loss_sum
 
 
 def _chunks(rows: int, chunk_size: int) -> Iterator[slice]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 Point = tuple[float, float | None]
+
+_VALIDATION_LOSS = re.compile("validation_(.+_)?loss")
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
@@ -25,8 +28,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class History:
-    """The lines of a run: `train` those with a loss, `validation` those with a validation loss, in file
-    order."""
+    """The lines of a run: `train` those with a loss, `validation` those of a validation, in file order."""
 
     train: Sequence[dict[str, Any]] = ()
     validation: Sequence[dict[str, Any]] = ()
@@ -40,9 +42,24 @@ class History:
             return cls()
         rows = [row for row in map(parse_line, lines) if row is not None]
         return cls(
-            train=[row for row in rows if "validation_loss" not in row],
-            validation=[row for row in rows if "validation_loss" in row],
+            train=[row for row in rows if not is_validation(row)],
+            validation=[row for row in rows if is_validation(row)],
         )
+
+    @property
+    def validation_losses(self) -> dict[str, list[Point]]:
+        """`(step, loss)` of each validation set, by `validation` or `validation <name of the set>`."""
+        names = dict.fromkeys(name for row in self.validation for name in row if _VALIDATION_LOSS.fullmatch(name))
+        return {_set_of(name): points(self.validation, name) for name in names}
+
+
+def is_validation(metrics: Iterable[str]) -> bool:
+    """Whether metrics of these names are of a validation."""
+    return any(name.startswith("validation_") for name in metrics)
+
+
+def _set_of(name: str) -> str:
+    return name.removesuffix("_loss").replace("_", " ", 1)
 
 
 def points(rows: Iterable[dict[str, Any]], name: str) -> list[Point]:

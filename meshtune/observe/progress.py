@@ -158,13 +158,17 @@ def describe(metrics: Metrics) -> list[str]:
     """The metrics that a reader follows, as short texts in a fixed order; unknown values are left out."""
     forms: dict[str, Callable[[float], str]] = {
         "loss": lambda v: f"loss {v:.4f}",
-        "validation_loss": lambda v: f"validation_loss {v:.4f}",
         "grad_norm": lambda v: f"grad_norm {v:.3g}",
         "learning_rate": lambda v: f"lr {v:.1e}",
         "tokens_per_second": lambda v: f"{v:,.0f} tok/s",
     }
     known = {name: metrics.get(name) for name in forms}
-    return [forms[name](value) for name, value in known.items() if value is not None]
+    shown = [forms[name](value) for name, value in known.items() if value is not None]
+    return shown + [f"{name} {value:.4f}" for name, value in metrics.items() if _of_a_set(name) and value is not None]
+
+
+def _of_a_set(name: str) -> bool:
+    return name.startswith("validation_") and name.endswith(("loss", "accuracy"))
 
 
 def _validation_line(step: int, metrics: Metrics) -> str:

@@ -62,7 +62,10 @@ def _tiles(history: History) -> str:
     tiles = [
         _tile("Optimizer steps", steps, f"epoch {epoch[-1]:.2f}" if epoch else ""),
         _tile("Training loss", *_last_and_first(_known(train, "loss"))),
-        _tile("Validation loss", *_last_and_first(_known(history.validation, "validation_loss"))),
+        *(
+            _tile(f"{name.capitalize()} loss", *_last_and_first([value for _, value in curve if value is not None]))
+            for name, curve in history.validation_losses.items()
+        ),
         _tile("Tokens", compact(sum(tokens)) if tokens else ""),
         _tile("Tokens per second", compact(median(pace)) if pace else "", "median"),
         _tile("MFU", f"{median(share):.1%}" if share else "", "median"),
@@ -87,7 +90,7 @@ def _charts(history: History) -> str:
     curves = [
         Series("training", loss, "raw"),
         Series("training, smoothed", smoothed(loss), "line"),
-        Series("validation", points(history.validation, "validation_loss"), "marks"),
+        *(Series(name, curve, "marks") for name, curve in history.validation_losses.items()),
     ]
     charts = [_figure("Loss", "nats per token", [curve for curve in curves if curve.points], decimal, WIDE)]
     for title, unit, name, text_of in (

@@ -2,7 +2,8 @@
 
 A logging step writes one line with `step, epoch, loss, grad_norm, learning_rate, tokens, supervised_tokens,
 tokens_per_second, mfu, peak_memory_bytes, step_time_s`; a validation writes one with `step, epoch,
-validation_loss, validation_tokens`. The counts are those of the interval's global batches. Only rank 0 has
+validation_loss, validation_perplexity, validation_token_accuracy, validation_tokens`, those of a named set as
+`validation_<name>_loss` and so on. The counts are those of the interval's global batches. Only rank 0 has
 sinks."""
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Protocol
 
 from meshtune.errors import MeshtuneError
 from meshtune.observe.atomic import write_atomically
-from meshtune.observe.history import parse_line
+from meshtune.observe.history import is_validation, parse_line
 
 Metrics = Mapping[str, float | int | None]
 
@@ -78,7 +79,7 @@ class TensorBoardSink:
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Write each known value as a scalar of `step`."""
-        validation = any(name.startswith("validation_") for name in metrics)
+        validation = is_validation(metrics)
         for name, value in metrics.items():
             # The epoch of a validation stands on the training line of the same step already.
             if value is None or name == "step" or (validation and name == "epoch"):

@@ -155,7 +155,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, objective: Objective, batch: Batch) -> Tensor:
-        """The sum of losses of a micro-batch, without gradients; 0 on all stages but the last."""
+        """What `objective` gives for a micro-batch in the place of its loss sum; 0 on all stages but the last."""
         loss_sum, group, ranks = self._zero(), self._layout.group("pp"), self._layout.size("pp")
         stream = self._stream(batch)
         for stage in self._stages.local:
@@ -165,7 +165,7 @@ class Pipeline:
                 dist.recv(received, group=group, group_src=(stage.index - 1) % ranks)
             output = self._call(objective, batch, stage.span, received)
             if stage.index == self._stages.count - 1:
-                loss_sum += output[0].detach()
+                loss_sum = loss_sum + output[0].detach()
             else:
                 sent = self._checked(output, stream).contiguous()
                 dist.send(sent, group=group, group_dst=(stage.index + 1) % ranks)

@@ -71,7 +71,7 @@ class Parallel:
 
     @torch.no_grad()
     def evaluate(self, objective: Objective, batch: Batch) -> Tensor:
-        """The loss sum of one micro-batch, as far as this rank has computed it."""
+        """The loss sum of one micro-batch (or what `objective` gives in its place), as far as this rank has computed it."""
         (own,) = self._own([batch])
         return self._whole.evaluate(objective, own)
 

@@ -16,7 +16,7 @@ from meshtune.models.documents import reopening
 from meshtune.models.initialize import fill, initialize
 from meshtune.observe import mean_document_length, training_flops_per_token
 from meshtune.parallel import Parallel, Settings, replicate, shard
-from meshtune.recipes.objectives import next_token
+from meshtune.recipes.objectives import next_token, next_token_scores
 from meshtune.recipes.plans import declare
 from meshtune.training.loop import Fit
 from meshtune.training.reporting import Reporter
@@ -93,6 +93,7 @@ def assemble(setup: Setup, parallel: Parallel, stop: SignalStop) -> tuple[Fit, T
         save_every=recipe.checkpoint.every_steps,
         validate=_validator(setup, parallel),
         validate_every=recipe.training.eval_every_steps,
+        validate_every_epochs=recipe.training.eval_every_epochs,
     )
     return parts, state, _reporter(setup)
 
@@ -126,22 +127,26 @@ def _saver(setup: Setup, keeper: checkpoint.Checkpointer) -> Any:
 
 
 def _validator(setup: Setup, parallel: Parallel) -> Any:
-    data = setup.validation_data
-    if data is None:
-        return None
-    order = GlobalOrder(
-        data,
-        setup.plan.sizes.global_batch_size,
-        shuffle=False,
-        packing=setup.recipe.data.packing,
-        max_seq_length=setup.plan.max_seq_length,
-    )
+    orders = {
+        name: GlobalOrder(
+            data,
+            setup.plan.sizes.global_batch_size,
+            shuffle=False,
+            packing=setup.recipe.data.packing,
+            max_seq_length=setup.plan.max_seq_length,
+        )
+        for name, data in setup.validation_data.items()
+    }
 
     def run() -> dict[str, float | int]:
-        batches = validation_batches(order, **_share(setup))
-        return validate(parallel, setup.model, next_token, batches, setup.layout, setup.world.device)
+        metrics = {}
+        for name, order in orders.items():
+            batches = validation_batches(order, **_share(setup))
+            found = validate(parallel, setup.model, next_token_scores, batches, setup.layout, setup.world.device)
+            metrics.update({"_".join(filter(None, ("validation", name, key))): value for key, value in found.items()})
+        return metrics
 
-    return run
+    return run if orders else None
 
 
 def _reporter(setup: Setup) -> Reporter:

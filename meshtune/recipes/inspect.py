@@ -18,7 +18,7 @@ from meshtune.recipes.recipe import Recipe
 
 def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
     """The recipe resolved for `world_size` ranks, and what was found, as lines. Raises MeshtuneError for what would not run."""
-    from meshtune.data.prepare import naming, preview
+    from meshtune.data.prepare import naming, preview, validation_setting
 
     recipe = planning.with_folder(recipe)
     resume = find_resume(recipe, Path(recipe.checkpoint.dir or ""))
@@ -46,14 +46,14 @@ def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
         f"longest row: {plan.max_seq_length} tokens",
         *_resuming(plan.recipe, resume),
     ]
+    held_out = section.validation_split or "validation"
     for setting, paths, split in (
         ("data.train_path", section.train_path, section.train_split or "train"),
-        ("data.validation_path", section.validation_path, section.validation_split or "validation"),
+        *((validation_setting(name), paths, held_out) for name, paths in section.validation_sets.items()),
     ):
-        if paths is not None:
-            with naming(setting):
-                report = preview(section, paths, plan.tokenizer, plan.max_seq_length, split=split)
-            lines += [f"first rows: {line}" for line in report.summary()]
+        with naming(setting):
+            report = preview(section, paths, plan.tokenizer, plan.max_seq_length, split=split)
+        lines += [f"first rows: {line}" for line in report.summary()]
     return plan.recipe, lines
 
 

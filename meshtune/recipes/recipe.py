@@ -46,8 +46,9 @@ class Recipe(Section):
         return self.data
 
     def problems(self) -> Iterable[tuple[str, str]]:
-        if self.training.eval_every_steps is not None and self.data.validation_path is None:
-            yield "training.eval_every_steps", "has no effect without data.validation_path"
+        for key in ("eval_every_steps", "eval_every_epochs"):
+            if getattr(self.training, key) is not None and self.data.validation_path is None:
+                yield f"training.{key}", "has no effect without data.validation_path"
         if self.model.dtype in ("bfloat16", "float16") and self.training.precision == "fp32":
             yield (
                 "training.precision",

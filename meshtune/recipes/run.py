@@ -70,10 +70,10 @@ class Setup:
         recipe: Recipe,
         world: World,
         held: ExitStack,
-        rows: Callable[[Plan], tuple[TokenDataset, TokenDataset | None]] | None = None,
+        rows: Callable[[Plan], tuple[TokenDataset, dict[str, TokenDataset]]] | None = None,
     ):
         """`held` keeps the lock on the run folder. `rows` gives training and validation rows that are tokens already, in
-        place of those that the recipe names."""
+        place of those that the recipe names; validation sets by name, one alone under ""."""
         from meshtune.models import proofs
         from meshtune.recipes.plans import find_plan
 
@@ -160,8 +160,9 @@ class Setup:
         if not lock.supported:
             changes.append(f"WARNING     the file system of {self.run} has no locks: give the folder to no other run")
         data = self.train_data.report.as_dict()
-        if self.validation_data is not None:
-            data = {"train": data, "validation": self.validation_data.report.as_dict()}
+        if self.validation_data:
+            reports = {name: found.report.as_dict() for name, found in self.validation_data.items()}
+            data = {"train": data, **{f"validation {name}".strip(): report for name, report in reports.items()}}
         layout = {
             **self.layout.describe(),
             "attention": self.attention.description,
@@ -193,8 +194,8 @@ def describe(setup: Setup, changes: list[str]) -> list[str]:
         f"precision   {setup.precision} compute{_by_auto(recipe.training.precision)}",
         *(f"data        {line}" for line in setup.train_data.report.summary()),
     ]
-    if setup.validation_data is not None:
-        lines += [f"validation  {line}" for line in setup.validation_data.report.summary()]
+    for name, data in setup.validation_data.items():
+        lines += [f"validation  {name + ': ' if name else ''}{line}" for line in data.report.summary()]
     if recipe.model.dtype == "bfloat16":
         lines.append("WARNING     weights are held in bfloat16: updates below its rounding are lost")
     if setup.resume is not None:
@@ -226,7 +227,7 @@ def compute_dtype(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
-def prepare(plan: Plan) -> tuple[TokenDataset, TokenDataset | None]:
+def prepare(plan: Plan) -> tuple[TokenDataset, dict[str, TokenDataset]]:
     """The tokenised training and validation rows."""
     from meshtune.data.prepare import prepare_training, prepare_validation
 

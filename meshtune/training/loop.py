@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ class Fit:
     save_every: int | None = None
     validate: Callable[[], dict[str, float | int]] | None = None
     validate_every: int | None = None
+    validate_every_epochs: float | None = None
 
 
 def fit(parts: Fit, state: TrainState, hooks: Sequence[Hook] = ()) -> TrainState:
@@ -49,10 +51,11 @@ def fit(parts: Fit, state: TrainState, hooks: Sequence[Hook] = ()) -> TrainState
         if state.step == 0 or state.validation_due:
             _validate(parts, state, hooks)
         while state.step < parts.total_steps:
+            begun = parts.loader.epoch_progress
             result = _advance(parts, state, hooks)
             last = state.step == parts.total_steps
             stopped = (result.interrupts or result.terminations) and not last
-            state.validation_due = last or _due(state.step, parts.validate_every)
+            state.validation_due = last or _validation_due(parts, state, begun)
             if state.validation_due and not stopped:
                 _validate(parts, state, hooks)
             if last or stopped or _due(state.step, parts.save_every):
@@ -95,6 +98,13 @@ def _save(parts: Fit, state: TrainState, hooks: Sequence[Hook]) -> None:
     path = parts.save(state)
     for hook in hooks:
         hook.on_checkpoint(state, path)
+
+
+def _validation_due(parts: Fit, state: TrainState, begun: float) -> bool:
+    """`begun` is the epoch progress before the last step."""
+    every, now = parts.validate_every_epochs, parts.loader.epoch_progress
+    passed = every is not None and math.floor(now / every + 1e-9) > math.floor(begun / every + 1e-9)
+    return passed or _due(state.step, parts.validate_every)
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -51,6 +51,11 @@ class TrainingSection(Section):
         gt=0,
         description="Validate every so many steps, beside once before the first step and once after the last.",
     )
+    eval_every_epochs: float | None = Field(
+        None,
+        gt=0,
+        description="Validate each time so many epochs are over; 0.5 is twice an epoch. Also beside `eval_every_steps`.",
+    )
 
     def problems(self) -> Iterable[tuple[str, str]]:
         small, large = self.per_device_batch_size, self.global_batch_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,6 +17,8 @@ from meshtune.layout import Layout
 from meshtune.models.causal_lm import CausalLM
 from meshtune.optim.grad_norm import clip_grad_norm_
 from meshtune.parallel import Objective, Parallel
+
+_LARGEST_EXPONENT = 700.0  # of which a float64 still holds the exponential
 
 
 class Stop(Protocol):
@@ -136,24 +139,28 @@ def validate(
     layout: Layout,
     device: torch.device,
 ) -> dict[str, float | int]:
-    """Token-weighted loss over every row of `batches` (this rank's share of each), whatever the batch size or world."""
+    """`loss` (token-weighted), `perplexity` (its exponential), `token_accuracy` and `tokens` (supervised ones) over every row
+    of `batches` (this rank's share of each), whatever the batch size or world.
+
+    `objective` gives, in the place of a loss sum, [2]: the loss sum and how many tokens are the likeliest ones."""
     was_training = model.training
     model.eval()
-    losses, count = [], 0
+    count, scores = 0, torch.zeros(2, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
     for batch in (batch.to(device) for share in batches for batch in share):
-        losses.append(parallel.evaluate(objective, batch))
+        scores += parallel.evaluate(objective, batch)
         count += batch.supervised_tokens
     model.train(was_training)
     counted = torch.tensor(count if layout.counts_rows else 0, dtype=torch.int64, device=device)
     dist.all_reduce(counted, group=layout.group("world"))
-    loss_sum = total_loss(torch.stack(losses).sum(), layout)
     if counted == 0:
         raise TrainingError("validation: no token of the validation rows is supervised")
-    return {"validation_loss": float(loss_sum / counted), "validation_tokens": int(counted)}
+    loss, accuracy = (total_loss(scores, layout) / counted).tolist()
+    perplexity = math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
+    return {"loss": loss, "perplexity": perplexity, "token_accuracy": accuracy, "tokens": int(counted)}
 
 
 def total_loss(loss_sum: Tensor, layout: Layout) -> Tensor:
-    """Over all ranks, of which those that differ in tp alone have computed the same."""
+    """Loss sums (any shape) over all ranks, of which those that differ in tp alone have computed the same."""
     own = loss_sum if layout.rank("tp") == 0 else torch.zeros_like(loss_sum)
     dist.all_reduce(own, group=layout.group("world"))
     return own

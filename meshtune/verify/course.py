@@ -59,7 +59,7 @@ def run(recipes: list[Recipe], rows: str, export: str, reference: str | None, st
     """
     with ExitStack() as held:
         try:
-            setup = Setup(recipes[0], connect("cpu"), held, rows=lambda _: (_load(rows), None))
+            setup = Setup(recipes[0], connect("cpu"), held, rows=lambda _: (_load(rows), {}))
             setup.model, parallel = assembly.build_model(setup, None)
         except MeshtuneError as error:
             return Outcome(refused=str(error))

@@ -222,10 +222,14 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path, write: Any, mo
 def test_validation_and_preview(tmp_path: Path, write: Any) -> None:
     path = write("a.jsonl", *[chat("hi", "ok")] * 100)
     section = from_mapping(DataSection, {"train_path": path})
-    assert prepare_validation(section, kit.words(), 8, tmp_path) is None
+    assert prepare_validation(section, kit.words(), 8, tmp_path) == {}
     section = from_mapping(DataSection, {"train_path": path, "validation_path": write("v.jsonl", chat("hi", "ok"))})
     held_out = prepare_validation(section, kit.words(), 8, tmp_path / "cache")
-    assert held_out is not None and len(held_out) == 1
+    assert [(name, len(data)) for name, data in held_out.items()] == [("", 1)]
+    named = {"seen": path, "new": section.validation_path}
+    section = from_mapping(DataSection, {"train_path": path, "validation_path": named})
+    held_out = prepare_validation(section, kit.words(), 8, tmp_path / "cache")
+    assert [(name, len(data)) for name, data in held_out.items()] == [("seen", 100), ("new", 1)]
     report = preview(section, path, kit.words(), 8, rows=10)
     assert (report.rows_read, report.tokens, report.format) == (10, 70, "messages")
 
@@ -237,6 +241,9 @@ def test_validation_and_preview(tmp_path: Path, write: Any) -> None:
         ({"train_path": []}, "train_path"),
         ({"train_split": "x"}, "train_split"),
         ({"validation_split": "x"}, "validation_split"),
+        ({"validation_path": {}}, "names no set"),
+        ({"validation_path": {"chat-1": "a.jsonl"}}, "letters, digits and _"),
+        ({"validation_path": {"chat": []}}, "validation_path"),
         ({"hub_config": "x"}, "hub_config"),
     ],
 )

@@ -14,7 +14,7 @@ from meshtune.layout import AXES, Layout
 from meshtune.layout.peers import Peers
 from meshtune.layout.pieces import Cut
 from meshtune.layout.simulated import simulate
-from meshtune.losses import VocabularyPart, linear_cross_entropy
+from meshtune.losses import VocabularyPart, linear_cross_entropy, token_scores
 
 HIDDEN, ROWS = 8, 23
 HEADS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -142,3 +142,35 @@ def test_ranks_agree_bit_for_bit_on_the_loss() -> None:
     hidden, targets, head = make(37, ROWS)
     first, *others = [found for found, _ in over_ranks(4, hidden, targets, head, HEADS["soft-capped"])]
     assert all(torch.equal(first[0], other[0]) and torch.equal(first[1], other[1]) for other in others)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 7])
+@pytest.mark.parametrize(("vocabulary", "size"), [(37, 1), (36, 2), (37, 4), (5, 4)])
+def test_scores_are_those_of_all_logits(vocabulary: int, size: int, chunk_size: int | None) -> None:
+    """Two words, on other ranks if there are several, have equal logits: the first of them is the likeliest, as by argmax."""
+    hidden, targets, head = make(vocabulary, ROWS)
+    with torch.no_grad():
+        head.weight[-1], head.bias[-1] = head.weight[0], head.bias[0]
+        logits = head(hidden)
+        targets[::2] = logits.argmax(-1)[::2]
+        right = (logits.argmax(-1) == targets).sum()
+    assert (logits.argmax(-1) == 0).any() and right < ROWS
+
+    def work(layout: Layout) -> Tensor:
+        peers = layout.peers("tp")
+        piece = Cut("tp", 0, (vocabulary,)).piece(tuple(head.weight.shape), size, peers.rank)
+        start, count = piece.spans[0]
+        part = VocabularyPart(start, vocabulary, peers) if size > 1 else None
+        rows = slice(start, start + count)
+        return token_scores(
+            hidden, targets, lambda h: F.linear(h, head.weight[rows], head.bias[rows]), chunk_size, part
+        )
+
+    wanted = torch.stack([F.cross_entropy(logits, targets, reduction="sum"), right.float()])
+    for found in simulate(Layout({axis: size if axis == "tp" else 1 for axis in AXES}), work):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
+
+
+def test_scores_of_nothing_are_zero() -> None:
+    hidden, targets, head = make(37, 0)
+    assert token_scores(hidden, targets, head).tolist() == [0.0, 0.0]
