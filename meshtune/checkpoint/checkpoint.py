@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 
 from meshtune.checkpoint import folder
 from meshtune.checkpoint.state import OptimizerState, State, model_state, moments
+from meshtune.checkpoint.storage import Reader, Writer
 from meshtune.errors import CheckpointError
 from meshtune.layout.pieces import named_pieces, whole_shape
 
@@ -43,7 +44,7 @@ class Checkpointer:
         beside = self._on_first_rank(step, lambda: folder.begin(self._run, step))
         reason = None
         try:
-            dcp.save(self._state(), storage_writer=dcp.FileSystemWriter(beside, sync_files=True))
+            dcp.save(self._state(), storage_writer=Writer(beside))
         except (CheckpointException, OSError) as error:
             reason = _reason(error)
         self._raise_together(step, reason, beside)
@@ -128,9 +129,9 @@ def check_space(run: Path, needed: int) -> None:
 def _stored(path: Path) -> Stored:
     """Name to size and dtype of everything in a checkpoint."""
     try:
-        return dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        return Reader(path).read_metadata().state_dict_metadata
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _load(state: State, path: Path, stored: Stored) -> None:
@@ -139,7 +140,7 @@ def _load(state: State, path: Path, stored: Stored) -> None:
         misfits = misfits if len(misfits) <= 20 else [*misfits[:20], f"and {len(misfits) - 20} more"]
         raise CheckpointError(f"{path} does not fit this run's model or optimizer:\n  " + "\n  ".join(misfits))
     try:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(path))
+        dcp.load(state, storage_reader=Reader(path))
     except (CheckpointException, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.checkpoint.durable import sync_folder, write_durably
+from meshtune.config.inside import inside
 from meshtune.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,21 @@ def read(path: Path) -> Complete:
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else manifest
         raise CheckpointError(f"{path} has checkpoint format {found!r}; this version reads {_FORMAT}")
-    for name, size in manifest["files"].items():
-        member = path / name
-        actual = member.stat().st_size if member.is_file() else None
-        if actual != size:
-            state = "is missing" if actual is None else f"has {actual:,} bytes"
-            raise CheckpointError(
-                f"{path} is not a complete checkpoint: {name} {state}, its manifest says {size:,} bytes"
-            )
-    return Complete(path, int(manifest["step"]), manifest)
+    try:
+        for name, size in manifest["files"].items():
+            _check_member(path, name, size)
+        return Complete(path, int(manifest["step"]), manifest)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a complete checkpoint: {file} is damaged: {error}") from error
+
+
+def _check_member(path: Path, name: str, size: int) -> None:
+    """Raises ValueError for a name that leads out of the folder, CheckpointError for a file that is not as it was written."""
+    member = inside(path, name, links=False)
+    actual = member.stat().st_size if member.is_file() else None
+    if actual != size:
+        state = "is missing" if actual is None else f"has {actual:,} bytes"
+        raise CheckpointError(f"{path} is not a complete checkpoint: {name} {state}, its manifest says {size:,} bytes")
 
 
 def path_of(run: Path, step: int) -> Path:

@@ -24,6 +24,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 from transformers.models.auto.auto_factory import _get_model_class
 
+from meshtune.config.inside import inside
 from meshtune.errors import ModelError
 from meshtune.models import hub
 from meshtune.models.section import ModelSection
@@ -180,8 +181,9 @@ def weight_files(
     gguf_file: str | None,
 ) -> list[str]:
     """Paths of every weight file, downloaded if `location` is a hub id, each checked."""
-    if Path(location).is_dir():
-        _check_index(Path(location))
+    explicit = getattr(config, "transformers_weights", None)
+    if Path(location).is_dir() and gguf_file is None:
+        _check_index(Path(location), explicit)
     try:
         files, _ = _get_resolved_checkpoint_files(
             pretrained_model_name_or_path=location,
@@ -190,7 +192,7 @@ def weight_files(
             use_safetensors=None if gguf_file else True,
             user_agent=None,
             is_remote_code=section.trust_remote_code,
-            transformers_explicit_filename=getattr(config, "transformers_weights", None),
+            transformers_explicit_filename=explicit,
             download_kwargs={"revision": section.revision, "local_files_only": hub.local_files_only(location)},
         )
     except Exception as error:
@@ -204,18 +206,36 @@ def weight_files(
     return list(files or [])
 
 
-def _check_index(folder: Path) -> None:
-    index = folder / _INDEX
-    if not index.is_file() or (folder / "model.safetensors").is_file():
+def _check_index(folder: Path, explicit: str | None) -> None:
+    """Of a folder whose weights lie in several files: each is in the folder, and is there."""
+    sharded = explicit is not None and explicit.endswith(".index.json")
+    index = folder / (explicit if explicit is not None and sharded else _INDEX)
+    if not sharded and (explicit is not None or not index.is_file() or (folder / "model.safetensors").is_file()):
+        _refuse_pickles(folder)
         return
     try:
         wanted = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(f"model.name: {index} is not a safetensors index: {error}") from error
-    absent = [name for name in wanted if not (folder / name).is_file()]
+    try:
+        files = [inside(folder, name) for name in wanted]
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"model.name: {index}: {error}; only files of its own folder are read") from error
+    absent = [name for name, file in zip(wanted, files, strict=True) if not file.is_file()]
     if absent:
         raise ModelError(
             f"model.name: {index} names {len(wanted)} files, of which these are missing: {', '.join(absent)}"
+        )
+
+
+def _refuse_pickles(folder: Path) -> None:
+    """Weights of the older kind run what their file says when they are loaded."""
+    pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    if pickles and not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"model.name: the weights of {folder} are pickles ({', '.join(pickles[:3])}), which are not read, since loading one "
+            "can run anything; if you trust it, convert it: "
+            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(...)"
         )
 
 

@@ -146,3 +146,41 @@ def test_the_tokenizer_may_come_from_elsewhere(tmp_path: Path) -> None:
 def test_settings_without_effect_are_problems() -> None:
     found = [key for key, _ in ModelSection(name="x.gguf", weights="random", allow_unexpected=["a"]).problems()]
     assert sorted(found) == ["allow_unexpected", "name"]
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/outside.safetensors", "a/../../outside.safetensors"])
+@pytest.mark.parametrize("explicit", [None, "other.safetensors.index.json"])
+def test_an_index_names_no_file_outside_its_folder(tmp_path: Path, name: str, explicit: str | None) -> None:
+    """Also one that the config names instead of the usual one."""
+    folder = save_tiny("llama", tmp_path / "model")
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    if explicit:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        _folder(folder, **config, transformers_weights=explicit)
+    index = folder / (explicit or "model.safetensors.index.json")
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}), encoding="utf-8")
+    message = _error(folder)
+    assert f"{name!r} is not the name of a file inside {folder}" in message
+    assert message.startswith(f"model.name: {index}")
+
+
+def test_weights_may_be_links_as_in_the_hubs_cache(tmp_path: Path) -> None:
+    """Whose snapshots hold nothing but links to its blobs."""
+    folder = save_tiny("llama", tmp_path / "model")
+    (folder / "model.safetensors").rename(tmp_path / "blob")
+    try:
+        (folder / "model.safetensors").symlink_to(tmp_path / "blob")
+    except OSError:
+        pytest.skip("no right to make links")
+    assert resolve(ModelSection(name=str(folder))).files
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin"])
+def test_weights_that_are_pickles_are_refused(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not even opened."""
+    folder = save_tiny("llama", tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": torch.ones(1)}, folder / name)
+    monkeypatch.setattr(torch, "load", None)
+    message = _error(folder)
+    assert f"are pickles ({name}), which are not read" in message and "save_pretrained" in message
