@@ -1,5 +1,4 @@
-"""Row formats: which columns a row needs, and whether what stands in them can be used. Nothing is guessed row
-by row.
+"""Rows of `messages` and of `text`: whether what stands in their columns can be used.
 
 `messages` rows hold an OpenAI-style list of messages, and may hold `tools`; `text` rows hold one string.
 """
@@ -7,21 +6,13 @@ by row.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
-from meshtune.data.rows import Row, UnusableRow
-from meshtune.data.sources import Source
-from meshtune.errors import DataError
+from meshtune.data.rows import UnusableRow
 
-FORMATS = ("messages", "text")
-
-RowFormat = Literal["messages", "text"]
 Message = dict[str, Any]
 
-_FIRST_ROWS = 100
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -31,27 +22,6 @@ class Conversation:
 
     messages: list[Message]
     tools: list[Any] | None = None
-
-
-def detect_format(sources: Sequence[Source], wanted: str) -> RowFormat:
-    """Return the one format of all sources, `wanted` unless that is `auto`, looking at each source's first
-    rows.
-
-    Raises DataError naming the source, the columns wanted and the columns found, when a source has other
-    columns.
-    """
-    decided = None if wanted == "auto" else wanted
-    for source in sources:
-        rows = list(islice(source.rows(), _FIRST_ROWS))
-        found = _columns(rows)
-        choices = (decided,) if decided else FORMATS
-        chosen = next((name for name in choices if name in found), None)
-        if chosen is None and found:
-            raise DataError(_misfit(source, choices, found))
-        decided = chosen or decided
-    if decided is None:
-        raise DataError(f"none of the first rows of {', '.join(s.name for s in sources)} can be read{_why(sources)}")
-    return "messages" if decided == "messages" else "text"
 
 
 def conversation(columns: dict[str, Any]) -> Conversation:
@@ -125,25 +95,6 @@ def _tools(tools: Any) -> list[Any] | None:
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise UnusableRow("`tools` is not a list of JSON schemas", f"found {_kind(tools)}")
     return tools or None
-
-
-def _columns(rows: Iterable[Row]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows if row.columns is not None for name in row.columns))
-
-
-def _misfit(source: Source, wanted: Iterable[str | None], found: Sequence[str]) -> str:
-    columns = " or ".join(f"`{name}`" for name in wanted)
-    hint = ""
-    if "conversations" in found:
-        hint = "; rename `conversations` to `messages`, each message {role, content}"
-    return f"{source.name}: wanted a column {columns}, found {', '.join(f'`{name}`' for name in found)}{hint}"
-
-
-def _why(sources: Sequence[Source]) -> str:
-    row = next((row for source in sources for row in islice(source.rows(), 1)), None)
-    if row is None or row.problem is None:
-        return ": they hold no row"
-    return f": {row.name}: {row.problem.reason} ({row.problem.detail})"
 
 
 def _kind(value: Any) -> str:

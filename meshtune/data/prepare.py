@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshtune.data import store
 from meshtune.data.cache_key import cache_key
-from meshtune.data.chat import ChatEncoder
 from meshtune.data.dataset import TokenDataset
+from meshtune.data.encoders import encoder
 from meshtune.data.encoding import Encoded, Encoder
-from meshtune.data.formats import RowFormat, detect_format
+from meshtune.data.reading import Reading
+from meshtune.data.recognise import detect_format
 from meshtune.data.report import DataReport
 from meshtune.data.rows import Row, RowProblem
 from meshtune.data.sources import Source, open_sources
-from meshtune.data.text import TextEncoder
 from meshtune.errors import DataError
 
 if TYPE_CHECKING:
@@ -42,30 +42,33 @@ def prepare(
     """Return the tokenised documents of `paths`, from the cache if nothing that decides them has changed.
 
     Args:
-        section: the recipe's data section; `format`, `overlong` and `hub_config` are read here.
+        section: the recipe's data section; what concerns reading rows and making tokens of them is read here.
         paths: the training or the validation paths of the section.
         tokenizer: a transformers tokenizer; `messages` need a fast one with a chat template.
         max_seq_length: the longest document, in tokens, resolved (never None).
         split: the split to read of hub ids.
         cache_dir: where to keep the arrays (default: `$MESHTUNE_CACHE/data`, else `~/.cache/meshtune/data`).
 
-    Raises DataError for what `open_sources`, `detect_format` and the encoder refuse, for an overlong row
-    under `overlong: error`, and when no row can be used. Several processes may call it at once; each then
-    does the work.
+    Raises DataError for what `open_sources`, `detect_format` and the encoder refuse, for an overlong row under
+    `overlong: error`, when no row can be used, when more cannot than `max_unusable` allows, and when no row has a column
+    that `columns` names. Several processes may call it at once; each then does the work.
     """
-    sources = open_sources(paths, split, section.hub_config)
+    sources = open_sources(paths, split, section.hub_config, Reading.of(section))
     folder = store.cache_folder(cache_dir) / cache_key(section, sources, tokenizer, max_seq_length)
     cached = store.load(folder)
     if cached is not None:
+        _check_share(section, cached.report)
         return cached
     row_format = detect_format(sources, section.format)
-    rows_encoder = encoder(row_format, tokenizer)
+    rows_encoder = encoder(section, row_format, tokenizer)
     report = _new_report(sources, row_format, max_seq_length)
     rows = (row for source in sources for row in source.rows())
     with store.Writer(folder) as writer:
         for documents in _documents(rows, rows_encoder, section.overlong, report):
             writer.append(documents)
         _finish(report, writer.lengths, rows_encoder)
+        _check_share(section, report)
+        _check_columns(sources)
         return writer.publish(report)
 
 
@@ -116,9 +119,9 @@ def preview(
 
     Raises DataError as `prepare` does, save that unusable first rows are only counted.
     """
-    sources = open_sources(paths, split, section.hub_config)
+    sources = open_sources(paths, split, section.hub_config, Reading.of(section))
     row_format = detect_format(sources, section.format)
-    rows_encoder = encoder(row_format, tokenizer)
+    rows_encoder = encoder(section, row_format, tokenizer)
     report = _new_report(sources, row_format, max_seq_length)
     first = (row for source in sources for row in islice(source.rows(), rows))
     lengths = [len(d.input_ids) for part in _documents(first, rows_encoder, section.overlong, report) for d in part]
@@ -127,12 +130,7 @@ def preview(
     return report
 
 
-def encoder(row_format: RowFormat, tokenizer: Any) -> Encoder:
-    """Return the encoder of a row format. Raises DataError where the tokenizer cannot serve it."""
-    return ChatEncoder(tokenizer) if row_format == "messages" else TextEncoder(tokenizer)
-
-
-def _new_report(sources: Sequence[Source], row_format: RowFormat, max_seq_length: int) -> DataReport:
+def _new_report(sources: Sequence[Source], row_format: str, max_seq_length: int) -> DataReport:
     return DataReport([source.name for source in sources], row_format, max_seq_length)
 
 
@@ -197,6 +195,25 @@ def _finish(report: DataReport, lengths: Sequence[int], rows_encoder: Encoder) -
         raise DataError(f"{', '.join(report.sources)}: no row can be used to train on:\n  {told}")
     report.measure(lengths)
     report.warnings = rows_encoder.warnings()
+
+
+def _check_share(section: DataSection, report: DataReport) -> None:
+    """Raise DataError where more rows are unusable than the section allows."""
+    asked = report.rows_read - report.left_out
+    if report.rows_unusable > section.max_unusable * asked:
+        told = "\n  ".join(report.unusable_lines())
+        raise DataError(
+            f"{', '.join(report.sources)}: {report.rows_unusable:,} of {asked:,} rows cannot be used, more than "
+            f"data.max_unusable ({section.max_unusable:g}) allows:\n  {told}"
+        )
+
+
+def _check_columns(sources: Sequence[Source]) -> None:
+    """Raise DataError where `data.columns` names a column that no row has."""
+    reading = sources[0].reading
+    if missed := reading.missed():
+        told = ", ".join(f"`{reading.columns[name]}` (for `{name}`)" for name in missed)
+        raise DataError(f"{', '.join(s.name for s in sources)}: no row has the column {told} that data.columns names")
 
 
 def _batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:

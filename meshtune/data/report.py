@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshtune.data.rows import RowProblem
+from meshtune.data.rows import LEFT_OUT, RowProblem
 
 NAMES_KEPT = 20
 _PERCENTILES = (5, 50, 95, 100)
@@ -24,7 +24,8 @@ class Unusable:
 
 @dataclass
 class DataReport:
-    """Counts of one prepared data set. `rows_read == rows_used + dropped_overlong + rows_unusable`.
+    """Counts of one prepared data set. `rows_read == rows_used + dropped_overlong + rows_unusable +
+    left_out`, the last being those for which the user's own function returned None.
 
     `tokens` and `supervised_tokens` are of the documents kept, the latter counting targets: never a first
     token; `tokens_left_out` are tokens of rendered rows that were cut off or dropped.
@@ -35,6 +36,7 @@ class DataReport:
     max_seq_length: int = 0
     rows_read: int = 0
     rows_used: int = 0
+    left_out: int = 0
     documents: int = 0
     truncated: int = 0
     split: int = 0
@@ -53,7 +55,12 @@ class DataReport:
         return sum(item.count for item in self.unusable.values())
 
     def reject(self, name: str, problem: RowProblem) -> None:
-        """Count an unusable row under its reason, and keep its name if it is among the first."""
+        """Count an unusable row under its reason, and keep its name if it is among the first; one left out by the user's
+        function, only count.
+        """
+        if problem is LEFT_OUT:
+            self.left_out += 1
+            return
         item = self.unusable.setdefault(problem.reason, Unusable())
         item.count += 1
         if len(item.names) < NAMES_KEPT:
@@ -83,6 +90,8 @@ class DataReport:
         if self.length_percentiles:
             shown = ", ".join(f"{name} {value:,}" for name, value in self.length_percentiles.items())
             lines.append(f"lengths in tokens: {shown} (max_seq_length {self.max_seq_length:,})")
+        if self.left_out:
+            lines.append(f"{self.left_out:,} rows left out by data.row_function")
         lines += self._overlong_lines()
         lines += self.unusable_lines()
         return lines + [f"warning: {warning}" for warning in self.warnings]

@@ -27,6 +27,10 @@ class Row:
     problem: RowProblem | None = None
 
 
+LEFT_OUT = RowProblem("left out by data.row_function")
+"""Not a problem: the user's own function returned None for the row."""
+
+
 class UnusableRow(Exception):
     """Raised inside this room where a row turns out to be unusable; the row is counted and named."""
 

@@ -9,9 +9,11 @@ from typing import Literal
 from pydantic import Field
 
 from meshtune.config import Section
+from meshtune.data.row_function import problem
+from meshtune.data.shapes import columns_of_format
 from meshtune.data.sources import is_hub_id
 
-Format = Literal["auto", "messages", "text"]
+Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "tokens", "text"]
 Overlong = Literal["truncate", "drop", "split", "error"]
 
 _SET_NAME = re.compile(r"[A-Za-z0-9_]+")
@@ -21,7 +23,8 @@ class DataSection(Section):
     """What the model learns from, and how its rows become batches."""
 
     train_path: str | list[str] = Field(
-        description="Training data: a .jsonl, .json or .parquet file, a list of them, or a hub id (org/name)."
+        description="Training data: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow; text also .gz, .bz2, .xz, .zst), a "
+        "folder or a pattern of them, a list, or a hub id (org/name)."
     )
     validation_path: str | list[str] | dict[str, str | list[str]] | None = Field(
         default=None,
@@ -37,7 +40,24 @@ class DataSection(Section):
     hub_config: str | None = Field(default=None, description="Configuration (subset) of a hub id. Hub ids only.")
     format: Format = Field(
         default="auto",
-        description="`messages` (OpenAI chat rows), `text` (plain text rows), or `auto`: by the columns.",
+        description="What a row is: `messages` (OpenAI chat rows), `sharegpt` (`conversations`), `alpaca` (`instruction`, "
+        "`input`, `output`), `prompt_completion`, `tokens` (`input_ids`), `text`; `auto`: by the columns.",
+    )
+    columns: dict[str, str] | None = Field(
+        default=None,
+        description="What the data calls a column, for each name of the format: `{messages: dialog}` reads `dialog` as "
+        "`messages`.",
+    )
+    row_function: str | None = Field(
+        default=None,
+        description="`file.py:function`, your own: it takes a row's columns as a dict and returns a dict, a list of dicts, or "
+        "None to leave the row out. It runs before `columns` and `format` look at the row.",
+    )
+    max_unusable: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Largest share of rows that may be unusable; more than that is an error that says why they are.",
     )
     shuffle: bool = Field(default=True, description="Permute the rows each epoch, by the seed; false: file order.")
     packing: bool = Field(
@@ -81,6 +101,20 @@ class DataSection(Section):
                     f"the name {name!r} becomes part of metrics' names: write letters, digits and _ only",
                 )
         yield from self._hub_problems()
+        yield from self._column_problems()
+
+    def _column_problems(self) -> Iterable[tuple[str, str]]:
+        known = columns_of_format(self.format)
+        for ours, theirs in (self.columns or {}).items():
+            if ours not in known:
+                reads = "rows have" if self.format == "auto" else f"`{self.format}` reads"
+                yield "columns", f"names {ours!r}, which is no column that {reads}; those are {', '.join(known)}"
+            if not theirs:
+                yield "columns", f"gives {ours!r} no name; write the data's own name of that column"
+        if self.columns == {}:
+            yield "columns", "is empty; write {ours: theirs}, or leave it out"
+        if self.row_function is not None and (wrong := problem(self.row_function)):
+            yield "row_function", wrong
 
     def _hub_problems(self) -> Iterable[tuple[str, str]]:
         train = any(is_hub_id(path) for path in as_list(self.train_path))

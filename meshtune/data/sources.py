@@ -7,22 +7,17 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshtune.data import readers
+from meshtune.data.compressed import data_suffix
+from meshtune.data.paths import READERS, WANTED, expand, is_data_file
+from meshtune.data.readers_arrow import read_dataset
+from meshtune.data.reading import Reading
 from meshtune.data.rows import Row
 from meshtune.errors import DataError
 
-WANTED = "wanted: a .jsonl, .json or .parquet file, a list of such files, or a hub id such as org/name"
-
-_READERS = {
-    ".jsonl": readers.read_json_lines,
-    ".ndjson": readers.read_json_lines,
-    ".json": readers.read_json,
-    ".parquet": readers.read_parquet,
-}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -31,7 +26,12 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """The path or hub id as the user wrote it."""
+        """The path or hub id as the user wrote it; a file of a folder or pattern, its own path."""
+        ...
+
+    @property
+    def reading(self) -> Reading:
+        """What lies between what is written and the rows."""
         ...
 
     def rows(self) -> Iterator[Row]:
@@ -49,32 +49,35 @@ class FileSource:
 
     name: str
     path: Path
+    reading: Reading = field(default_factory=Reading)
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows of the file; see `readers` for the names that rows get."""
-        return _READERS[self.path.suffix.lower()](self.path, self.name)
+        written = READERS[data_suffix(self.path)](self.path, self.name, self.reading.wanted)
+        return self.reading.rows(written)
 
     def digest(self) -> str:
-        """Return the SHA-256 of the file's bytes."""
+        """Return the SHA-256 of the file's bytes, and what decides how they are read."""
         with self.path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            return f"{hashlib.file_digest(file, 'sha256').hexdigest()} {self.reading.digest()}"
 
 
 class HubSource:
     """One split of a data set that `datasets` loads by id; loaded on first use."""
 
-    def __init__(self, hub_id: str, split: str, config: str | None) -> None:
+    def __init__(self, hub_id: str, split: str, config: str | None, reading: Reading | None = None) -> None:
         self.hub_id, self.split, self.config = hub_id, split, config
+        self.reading = Reading() if reading is None else reading
         self.name = f"{hub_id}[{split}]"
         self._loaded: Any = None
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows, named `org/name[split]:row N`, N counted from 0 as `datasets` does."""
-        return readers.read_dataset(self._dataset(), self.name)
+        return self.reading.rows(read_dataset(self._dataset(), self.name, self.reading.wanted))
 
     def digest(self) -> str:
         """Return the fingerprint that `datasets` gives to the loaded split."""
-        return f"{self.name}:{self.config}:{self._dataset()._fingerprint}"
+        return f"{self.name}:{self.config}:{self._dataset()._fingerprint} {self.reading.digest()}"
 
     def _dataset(self) -> Any:
         if self._loaded is None:
@@ -89,42 +92,31 @@ class HubSource:
 
 def is_hub_id(path: str) -> bool:
     """Tell whether a path names a hub data set: `org/name`, no such local path, no data suffix."""
-    return bool(_HUB_ID.fullmatch(path)) and Path(path).suffix.lower() not in _READERS and not Path(path).exists()
+    return bool(_HUB_ID.fullmatch(path)) and not is_data_file(Path(path)) and not Path(path).exists()
 
 
-def open_sources(paths: str | list[str], split: str = "train", hub_config: str | None = None) -> list[Source]:
-    """Return one source for each path, in order.
+def open_sources(
+    paths: str | list[str], split: str = "train", hub_config: str | None = None, reading: Reading | None = None
+) -> list[Source]:
+    """Return the sources that the paths name, in order: one for each file and hub id.
 
-    Raises DataError at once, for all paths together, when a file is missing, empty, a folder, a pattern or of
-    an unknown kind.
+    Raises DataError at once, for all paths together, when a file is missing, empty or of an unknown kind, a folder or
+    pattern holds none.
     """
+    reading = Reading() if reading is None else reading
     listed = [paths] if isinstance(paths, str) else list(paths)
     if not listed:
         raise DataError(f"no data file is named; {WANTED}")
-    complaints = [complaint for path in listed if (complaint := _complaint(path))]
+    sources: list[Source] = []
+    complaints = []
+    for path in listed:
+        if is_hub_id(path):
+            sources.append(HubSource(path, split, hub_config, reading))
+            continue
+        try:
+            sources += [FileSource(name, file, reading) for name, file in expand(path).files]
+        except DataError as complaint:
+            complaints.append(str(complaint))
     if complaints:
         raise DataError("\n".join(complaints))
-    return [_source(path, split, hub_config) for path in listed]
-
-
-def _source(path: str, split: str, hub_config: str | None) -> Source:
-    if is_hub_id(path):
-        return HubSource(path, split, hub_config)
-    return FileSource(path, Path(path).expanduser())
-
-
-def _complaint(text: str) -> str | None:
-    if is_hub_id(text):
-        return None
-    path = Path(text).expanduser()
-    if path.is_dir():
-        return f"{text}: is a folder; {WANTED}"
-    if not path.exists():
-        if any(mark in text for mark in "*?["):
-            return f"{text}: patterns are not expanded (the order of files matters); list the files"
-        return f"{text}: no such file (looked in {Path.cwd()}); {WANTED}"
-    if path.suffix.lower() not in _READERS:
-        return f"{text}: the suffix {path.suffix or '(none)'} is unknown; {WANTED}"
-    if path.stat().st_size == 0:
-        return f"{text}: the file is empty; {WANTED} with at least one row"
-    return None
+    return sources

@@ -13,9 +13,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from meshtune.data import store
+from meshtune.data.encoders import encoder
 from meshtune.data.encoding import Encoded
-from meshtune.data.formats import detect_format
-from meshtune.data.prepare import encoder, naming
+from meshtune.data.prepare import naming
+from meshtune.data.reading import Reading
+from meshtune.data.recognise import detect_format
 from meshtune.data.report import DataReport
 from meshtune.data.sources import open_sources
 from meshtune.errors import DataError, MeshtuneError
@@ -94,8 +96,9 @@ def documents_of(recipe: Recipe) -> list[Encoded]:
     """The recipe's first rows through its own tokenizer. Raises DataError if none can be trained on."""
     section, tokenizer = recipe.rows, load_tokenizer(recipe.model)
     with naming("data.train_path"):
-        sources = open_sources(section.train_path, section.train_split or "train", section.hub_config)
-        rows_encoder = encoder(detect_format(sources, section.format), tokenizer)
+        reading = Reading.of(section)
+        sources = open_sources(section.train_path, section.train_split or "train", section.hub_config, reading)
+        rows_encoder = encoder(section, detect_format(sources, section.format), tokenizer)
         first = list(islice((row for source in sources for row in source.rows()), _ROWS_READ))
         encoded = rows_encoder.encode(first)
         found = [row for row in encoded if isinstance(row, Encoded) and row.supervised[1:].any()]

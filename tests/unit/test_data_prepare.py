@@ -81,7 +81,7 @@ def test_unusable_rows_are_counted_and_named_and_the_rest_is_used(tmp_path: Path
         chat("hi", "ok\ud800"),
     ]
     path = write("a.jsonl", *rows)
-    report = ready(tmp_path, path, longest=16).report
+    report = ready(tmp_path, path, longest=16, max_unusable=1.0).report
     assert (report.rows_read, report.rows_used, report.rows_unusable) == (6, 1, 5)
     named = {reason: item.names for reason, item in report.unusable.items()}
     assert named["not valid JSON"][0].startswith(f"{path}:2 (")
@@ -96,7 +96,7 @@ def test_unusable_rows_are_counted_and_named_and_the_rest_is_used(tmp_path: Path
 
 def test_many_unusable_rows_name_the_first_and_count_all(tmp_path: Path, write: Any) -> None:
     path = write("a.jsonl", chat("hi", "ok"), *["{"] * 50)
-    report = ready(tmp_path, path).report
+    report = ready(tmp_path, path, max_unusable=1.0).report
     assert report.unusable["not valid JSON"].count == 50 and len(report.unusable["not valid JSON"].names) == 20
     assert "and 30 more" in "\n".join(report.summary())
 

@@ -12,7 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from meshtune.data.formats import conversation, detect_format, plain_text
+from meshtune.data.formats import conversation, plain_text
+from meshtune.data.recognise import detect_format
 from meshtune.data.rows import Row, UnusableRow
 from meshtune.data.sources import HubSource, is_hub_id, open_sources
 from meshtune.errors import DataError
@@ -94,12 +95,13 @@ def test_parquet_rows_are_named_and_lose_the_nulls_that_columns_brought(tmp_path
 
 def test_what_is_no_data_file_is_refused_at_once_and_all_together(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "a.csv").write_text("text\nx\n")
-    paths = [str(tmp_path / name) for name in ("missing.jsonl", "empty.jsonl", "a.csv", "*.jsonl", "")]
+    (tmp_path / "a.txt").write_text("x\n")
+    (tmp_path / "folder").mkdir()
+    paths = [str(tmp_path / name) for name in ("missing.jsonl", "empty.jsonl", "a.txt", "*.json", "folder")]
     with pytest.raises(DataError) as error:
         open_sources(paths)
     lines = str(error.value).splitlines()
-    for line, words in zip(lines, ["no such file", "is empty", "suffix .csv", "patterns", "is a folder"], strict=True):
+    for line, words in zip(lines, ["no such file", "is empty", "suffix .txt", "matches no", "no data file"], strict=True):
         assert words in line
     assert "hub id" in lines[0] and ".parquet" in lines[0]
     with pytest.raises(DataError, match="no data file"):
@@ -140,13 +142,13 @@ def test_format_is_decided_by_columns_and_a_misfit_names_file_and_columns(tmp_pa
     """C20: the error comes from the first rows, with the wanted and the found columns."""
     chat = write_lines(tmp_path / "chat.jsonl", 3, {"messages": [], "text": "x"})
     text = write_lines(tmp_path / "text.jsonl", {"text": "x", "n": 1}, {"other": 1})
-    wrong = write_lines(tmp_path / "wrong.jsonl", {"conversations": [], "id": 3})
+    wrong = write_lines(tmp_path / "wrong.jsonl", {"dialogue": [], "id": 3})
     assert detect_format(open_sources(str(chat)), "auto") == "messages"
     assert detect_format(open_sources(str(chat)), "text") == "text"
     assert detect_format(open_sources(str(text)), "auto") == "text"
     with pytest.raises(DataError) as error:
         detect_format(open_sources([str(chat), str(wrong)]), "auto")
-    for words in (str(wrong), "`messages`", "`conversations`, `id`", "rename"):
+    for words in (str(wrong), "`messages`", "`dialogue`, `id`", "data.columns"):
         assert words in str(error.value)
     with pytest.raises(DataError, match=r"text\.jsonl: wanted a column `messages`, found `text`, `n`, `other`"):
         detect_format(open_sources([str(text)]), "messages")
