@@ -12,9 +12,11 @@ from meshtune.config import Section
 from meshtune.data.row_function import problem
 from meshtune.data.shapes import columns_of_format
 from meshtune.data.sources import is_hub_id
+from meshtune.data.token_paths import is_token_path
 
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "tokens", "text"]
 Overlong = Literal["truncate", "drop", "split", "error"]
+TokenDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
 _SET_NAME = re.compile(r"[A-Za-z0-9_]+")
 
@@ -75,6 +77,17 @@ class DataSection(Section):
     )
     drop_last: bool = Field(
         default=False, description="Leave out an epoch's last, short global batch instead of training on it."
+    )
+
+    token_dtype: TokenDtype | None = Field(
+        default=None,
+        description="Type of the ids in a raw token file (default: uint16 for a vocabulary up to 65,536, else uint32). A header "
+        "or an index says it itself.",
+    )
+    document_separator: int | Literal["eos", "none"] | None = Field(
+        default=None,
+        description="The id that ends a document in a token file without an index: `eos` (the default, if the tokenizer has "
+        "one), an id, or `none`: the file is one document.",
     )
 
     @property

@@ -14,7 +14,7 @@ from meshtune.models import hf
 from meshtune.models.causal_lm import CausalLM
 from meshtune.models.documents import reopening
 from meshtune.models.initialize import fill, initialize
-from meshtune.observe import mean_document_length, training_flops_per_token
+from meshtune.observe import training_flops_per_token
 from meshtune.parallel import Parallel, Settings, replicate, shard
 from meshtune.recipes.objectives import next_token, next_token_scores
 from meshtune.recipes.plans import declare
@@ -178,8 +178,7 @@ def _flops_per_token(setup: Setup, model: PreTrainedModel) -> float:
     size = heads * (config.to_dict().get("head_dim") or config.hidden_size // max(heads, 1))
     supervised = int(data.supervised_counts.sum()) / max(int(data.lengths.sum()), 1)
     layers = getattr(config, "num_hidden_layers", 0)
-    length = mean_document_length(int(n) for n in data.lengths)
-    return training_flops_per_token(int(body), layers, size, length, head_size, supervised)
+    return training_flops_per_token(int(body), layers, size, data.mean_length, head_size, data.supervised_share)
 
 
 def _active_share(config: Any) -> float:

@@ -18,7 +18,8 @@ from meshtune.recipes.recipe import Recipe
 
 def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
     """The recipe resolved for `world_size` ranks, and what was found, as lines. Raises MeshtuneError for what would not run."""
-    from meshtune.data.prepare import naming, preview, validation_setting
+    from meshtune.data.opening import Opening
+    from meshtune.recipes.run import cache_folder
 
     recipe = planning.with_folder(recipe)
     resume = find_resume(recipe, Path(recipe.checkpoint.dir or ""))
@@ -46,14 +47,8 @@ def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
         f"longest row: {plan.max_seq_length} tokens",
         *_resuming(plan.recipe, resume),
     ]
-    held_out = section.validation_split or "validation"
-    for setting, paths, split in (
-        ("data.train_path", section.train_path, section.train_split or "train"),
-        *((validation_setting(name), paths, held_out) for name, paths in section.validation_sets.items()),
-    ):
-        with naming(setting):
-            report = preview(section, paths, plan.tokenizer, plan.max_seq_length, split=split)
-        lines += [f"first rows: {line}" for line in report.summary()]
+    opening = Opening(section, plan.tokenizer, plan.max_seq_length, plan.vocabulary, cache_folder() / "data")
+    lines += opening.preview()
     return plan.recipe, lines
 
 

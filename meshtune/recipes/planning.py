@@ -15,7 +15,7 @@ from meshtune.training.section import BatchSizes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from meshtune.data.dataset import TokenDataset
+    from meshtune.data.opening import Tokens
     from meshtune.data.order import GlobalOrder
     from meshtune.models.source import Source
 
@@ -38,6 +38,11 @@ class Plan:
         """The most tokens that a row of a micro-batch may have."""
         packs = self.sizes.per_device_batch_size if self.recipe.data.packing else 1
         return packs * self.max_seq_length
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the model has an embedding for."""
+        return int(self.source.config.get_text_config(decoder=True).vocab_size)
 
     @property
     def context(self) -> tuple[int, str] | None:
@@ -130,7 +135,7 @@ class Course:
     factor: Callable[[int], float]
 
 
-def course(plan: Plan, data: TokenDataset) -> Course:
+def course(plan: Plan, data: Tokens) -> Course:
     """Raises DataError or RecipeError where data, batch size, length of the run and schedule do not fit together."""
     from meshtune.data.order import GlobalOrder
 

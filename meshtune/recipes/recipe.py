@@ -56,3 +56,8 @@ class Recipe(Section):
             )
         if self.recipe == "pretrain" and self.data.format == "messages":
             yield "data.format", "`messages` belongs to `recipe: sft`; pretraining reads `text`"
+        if self.recipe != "pretrain" and self.data.token_paths:
+            yield (
+                "data.train_path",
+                f"{self.data.token_paths[0]} holds plain tokens, which belong to `recipe: pretrain`",
+            )

@@ -20,7 +20,7 @@ from meshtune.training.state import TrainState
 if TYPE_CHECKING:
     import torch
 
-    from meshtune.data.dataset import TokenDataset
+    from meshtune.data.opening import Tokens
     from meshtune.models.causal_lm import CausalLM
     from meshtune.models.proofs import Attention
     from meshtune.recipes.planning import Plan
@@ -70,7 +70,7 @@ class Setup:
         recipe: Recipe,
         world: World,
         held: ExitStack,
-        rows: Callable[[Plan], tuple[TokenDataset, dict[str, TokenDataset]]] | None = None,
+        rows: Callable[[Plan], tuple[Tokens, dict[str, Tokens]]] | None = None,
     ):
         """`held` keeps the lock on the run folder. `rows` gives training and validation rows that are tokens already, in
         place of those that the recipe names; validation sets by name, one alone under ""."""
@@ -227,10 +227,9 @@ def compute_dtype(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
-def prepare(plan: Plan) -> tuple[TokenDataset, dict[str, TokenDataset]]:
-    """The tokenised training and validation rows."""
-    from meshtune.data.prepare import prepare_training, prepare_validation
+def prepare(plan: Plan) -> tuple[Tokens, dict[str, Tokens]]:
+    """Training and validation data as tokens."""
+    from meshtune.data.opening import Opening
 
-    section, tokenizer, length = plan.recipe.rows, plan.tokenizer, plan.max_seq_length
-    cache = cache_folder() / "data"
-    return prepare_training(section, tokenizer, length, cache), prepare_validation(section, tokenizer, length, cache)
+    found = Opening(plan.recipe.rows, plan.tokenizer, plan.max_seq_length, plan.vocabulary, cache_folder() / "data")
+    return found.training(), found.validation()

@@ -1,0 +1,107 @@
+"""From the `data` section to data that is tokens, whatever its sources are: rows that are prepared, or token files that are so
+already.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshtune.data import store
+from meshtune.data.dataset import TokenDataset
+from meshtune.data.prepare import naming, prepare, preview, validation_setting
+from meshtune.data.section import as_list
+from meshtune.data.token_corpus import TokenCorpus, open_corpus
+from meshtune.data.token_paths import expand, index_path, is_token_path
+from meshtune.errors import DataError
+
+if TYPE_CHECKING:
+    from meshtune.data.section import DataSection
+
+Tokens = TokenDataset | TokenCorpus
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What decides tokens beside the section itself: the tokenizer, the longest document in tokens, and the number of ids that
+    the model has an embedding for. `cache_dir` as in `prepare`.
+    """
+
+    section: DataSection
+    tokenizer: Any
+    max_seq_length: int
+    vocabulary: int
+    cache_dir: str | os.PathLike[str] | None = None
+
+    def training(self) -> Tokens:
+        """Return the training data. Raises DataError naming what cannot be used."""
+        with naming("data.train_path"):
+            return self._open(as_list(self.section.train_path), self.section.train_split or "train")
+
+    def validation(self) -> dict[str, Tokens]:
+        """Return the validation sets by name, one alone under "". Raises DataError naming what cannot be used."""
+        split, found = self.section.validation_split or "validation", {}
+        for name, paths in self.section.validation_sets.items():
+            with naming(validation_setting(name)):
+                found[name] = self._open(as_list(paths), split)
+        return found
+
+    def preview(self) -> list[str]:
+        """Return what can be known of the data in a second, as lines: of rows the first ones, of token files all.
+
+        Raises DataError as training would, save that unusable first rows are only counted.
+        """
+        held_out = self.section.validation_split or "validation"
+        sets = [(validation_setting(name), paths, held_out) for name, paths in self.section.validation_sets.items()]
+        lines = []
+        for setting, paths, split in [
+            ("data.train_path", self.section.train_path, self.section.train_split or "train"),
+            *sets,
+        ]:
+            with naming(setting):
+                lines += self._preview(as_list(paths), split)
+        return lines
+
+    def _preview(self, paths: Sequence[str], split: str) -> list[str]:
+        if any(is_token_path(path) for path in paths):
+            return self._open(paths, split).report.summary()
+        report = preview(self.section, list(paths), self.tokenizer, self.max_seq_length, split=split)
+        return [f"first rows: {line}" for line in report.summary()]
+
+    def _open(self, paths: Sequence[str], split: str) -> Tokens:
+        token_paths = [path for path in paths if is_token_path(path)]
+        if not token_paths:
+            section, cache = self.section, self.cache_dir
+            return prepare(section, list(paths), self.tokenizer, self.max_seq_length, split=split, cache_dir=cache)
+        if len(token_paths) < len(paths):
+            rows = next(path for path in paths if path not in token_paths)
+            raise DataError(
+                f"{token_paths[0]} holds tokens, {rows} rows: they have no order in common; give both a weight"
+            )
+        return self.token_files(token_paths)
+
+    def token_files(self, paths: Sequence[str]) -> TokenCorpus:
+        """Return the data set of token files. Raises DataError naming what cannot be used."""
+        asked = self.section.document_separator
+        files = [path for text in paths for _, path in expand(text)]
+        if asked is not None and all(index_path(path).exists() for path in files):
+            raise DataError("every file has an index that says where documents end; leave out data.document_separator")
+        return open_corpus(
+            paths,
+            vocabulary=self.vocabulary,
+            max_seq_length=self.max_seq_length,
+            separator=self._separator(),
+            token_dtype=self.section.token_dtype,
+            cache=Path(store.cache_folder(self.cache_dir)),
+        )
+
+    def _separator(self) -> int | None:
+        asked, own = self.section.document_separator, self.tokenizer.eos_token_id
+        if asked == "eos" and own is None:
+            raise DataError("data.document_separator is eos, but the tokenizer names none; write its id, or `none`")
+        if asked == "none":
+            return None
+        return asked if isinstance(asked, int) else own
