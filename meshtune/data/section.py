@@ -26,7 +26,8 @@ class DataSection(Section):
 
     train_path: str | list[str] = Field(
         description="Training data: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow; text also .gz, .bz2, .xz, .zst), a "
-        "folder or a pattern of them, a list, or a hub id (org/name)."
+        "folder or a pattern of them, a list, or a hub id (org/name); for "
+        "`recipe: pretrain` also token files: .bin, raw, with llm.c's header, or with Megatron's .idx beside them."
     )
     validation_path: str | list[str] | dict[str, str | list[str]] | None = Field(
         default=None,
@@ -78,7 +79,6 @@ class DataSection(Section):
     drop_last: bool = Field(
         default=False, description="Leave out an epoch's last, short global batch instead of training on it."
     )
-
     token_dtype: TokenDtype | None = Field(
         default=None,
         description="Type of the ids in a raw token file (default: uint16 for a vocabulary up to 65,536, else uint32). A header "
@@ -115,6 +115,23 @@ class DataSection(Section):
                 )
         yield from self._hub_problems()
         yield from self._column_problems()
+        yield from self._token_file_problems()
+
+    @property
+    def token_paths(self) -> list[str]:
+        """All paths, of training and of validation, that name token files."""
+        paths = [self.train_path, *self.validation_sets.values()]
+        return [path for listed in paths for path in as_list(listed) if is_token_path(path)]
+
+    def _token_file_problems(self) -> Iterable[tuple[str, str]]:
+        for key in ("token_dtype", "document_separator"):
+            if getattr(self, key) is not None and not self.token_paths:
+                yield key, "has no effect: no path names a token file (.bin)"
+        if self.token_paths and self.overlong in ("drop", "error"):
+            yield (
+                "overlong",
+                f"`{self.overlong}` has no effect on {self.token_paths[0]}: token files are cut into sequences",
+            )
 
     def _column_problems(self) -> Iterable[tuple[str, str]]:
         known = columns_of_format(self.format)
