@@ -1,6 +1,7 @@
 """A run folder's checkpoints on disk: which are complete, which is newest, which may go.
 
 checkpoints/step-12/                complete: has a manifest, and every file has the size that the manifest says
+checkpoints/best.json               names the best of them, if the recipe says what is best
 checkpoints/.step-18.x.incomplete/  being written, or left by a process that was killed; never read
 checkpoints/.step-24.superseded/    complete, of a course that was given up by resuming from an earlier step; never read
 """
@@ -18,8 +19,10 @@ from typing import Any
 from meshtune.checkpoint.durable import sync_folder, write_durably
 from meshtune.config.inside import inside
 from meshtune.errors import CheckpointError
+from meshtune.observe.atomic import write_atomically
 
 MANIFEST = "manifest.json"
+BEST = "best.json"
 _FORMAT = 2
 
 
@@ -42,6 +45,15 @@ def survey(run: Path) -> tuple[list[Complete], list[str]]:
             except CheckpointError as error:
                 damaged.append(str(error))
     return sorted(complete, key=lambda c: c.step), sorted(damaged)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The checkpoint of the step whose validation had the best `value` of `metric`."""
+
+    step: int
+    metric: str
+    value: float
 
 
 def checkpoints(run: Path) -> list[Complete]:
@@ -116,8 +128,11 @@ def publish(beside: Path, step: int, facts: dict[str, Any]) -> Path:
 
 
 def discard(beside: Path) -> None:
-    """Remove what a failed attempt has written, so that its room is free again."""
-    shutil.rmtree(beside, ignore_errors=True)
+    """Remove what a failed attempt has written, so that its room is free again. Of a link, the link."""
+    if beside.is_symlink():
+        beside.unlink()
+    else:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def sweep(run: Path) -> None:
@@ -134,7 +149,9 @@ def sweep(run: Path) -> None:
         else:
             shutil.rmtree(old, ignore_errors=True)
     for left in (run / "checkpoints").glob(".step-*.incomplete"):
-        shutil.rmtree(left, ignore_errors=True)
+        discard(left)
+    for left in (run / "checkpoints").glob(f".{BEST}.*.tmp"):
+        left.unlink(missing_ok=True)
 
 
 def set_aside(run: Path, step: int) -> list[Path]:
@@ -149,12 +166,28 @@ def set_aside(run: Path, step: int) -> list[Path]:
     return moved
 
 
-def retain(run: Path, keep: int | None) -> None:
-    """Remove the oldest complete checkpoints beyond `keep`; only ever called when a newer one is complete."""
+def retain(run: Path, keep: int | None, best: Best | None = None) -> None:
+    """Remove the oldest complete checkpoints beyond `keep`, but not the best one, which `best.json` then names.
+
+    Only ever called when a newer one is complete.
+    """
+    point_to(run, best)
     if keep is None:
         return
     for old in checkpoints(run)[:-keep]:
+        if best is not None and old.step == best.step:
+            continue
         doomed = old.path.with_name(f".{old.path.name}.incomplete")
-        shutil.rmtree(doomed, ignore_errors=True)
+        discard(doomed)
         old.path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        discard(doomed)
+
+
+def point_to(run: Path, best: Best | None) -> None:
+    """Let `checkpoints/best.json` name the best checkpoint; without one there is no such file."""
+    file = run / "checkpoints" / BEST
+    if best is None:
+        file.unlink(missing_ok=True)
+        return
+    values = {"step": best.step, "path": path_of(run, best.step).name, "metric": best.metric, "value": best.value}
+    write_atomically(file, (json.dumps(values, indent=2) + "\n").encode())

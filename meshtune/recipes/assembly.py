@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshtune.checkpoint import checkpoint
+from meshtune.checkpoint.space import bytes_needed, check_space
 from meshtune.data.loader import Loader, validation_batches
 from meshtune.data.order import GlobalOrder
 from meshtune.models import hf
@@ -68,7 +69,7 @@ def assemble(setup: Setup, parallel: Parallel, stop: SignalStop) -> tuple[Fit, T
     optimizer = recipe.optimizer.build(model.named_modules(), recipe.training.learning_rate)
     loader = Loader(setup.course.order, **_share(setup))
     keeper = checkpoint.Checkpointer(setup.run, model, optimizer, recipe.checkpoint.keep)
-    setup.world.from_first(lambda: checkpoint.check_space(setup.run, checkpoint.bytes_needed(model, optimizer)))
+    setup.world.from_first(lambda: check_space(setup.run, bytes_needed(model, optimizer)))
     state = TrainState()
     if setup.resume is not None:
         state = TrainState.from_dict(keeper.load(setup.resume.path)["state"])

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from meshtune.checkpoint import checkpoint, folder
+from meshtune.checkpoint import folder
+from meshtune.checkpoint.loading import load_weights
 from meshtune.errors import CheckpointError, RecipeError
 from meshtune.models import hf
 from meshtune.models.export import export
@@ -30,7 +31,7 @@ def export_checkpoint(run: Path, to: Path, step: int | None = None, dtype: str |
     model = hf.build(source, "eager")
     model.to_empty(device="cpu")
     model.tie_weights()
-    checkpoint.load_weights(found.path, model)
+    load_weights(found.path, model)
     asked = dtype or recipe.checkpoint.export_dtype
     try:
         export(model, source, load_tokenizer(recipe.model), to, None if asked == "auto" else getattr(torch, asked))

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import AutoModelForCausalLM
 
 from meshtune.checkpoint import folder
-from meshtune.checkpoint.checkpoint import Checkpointer, check_space
+from meshtune.checkpoint.checkpoint import Checkpointer
+from meshtune.checkpoint.space import check_space
 from meshtune.checkpoint.state import model_state
 from meshtune.errors import CheckpointError
 from tests.ranks import Ranks

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from meshtune.checkpoint import folder
-from meshtune.checkpoint.checkpoint import load_weights
+from meshtune.checkpoint.loading import load_weights
 from meshtune.checkpoint.state import model_state
 from meshtune.checkpoint.storage import TENSORS, Writer
 from meshtune.errors import CheckpointError
