@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshtune.data import store
+from meshtune.data.blend import Blend, Joined
 from meshtune.data.dataset import TokenDataset
 from meshtune.data.prepare import naming, prepare, preview, validation_setting
 from meshtune.data.section import as_list
@@ -21,7 +22,7 @@ from meshtune.errors import DataError
 if TYPE_CHECKING:
     from meshtune.data.section import DataSection
 
-Tokens = TokenDataset | TokenCorpus
+Tokens = TokenDataset | TokenCorpus | Joined | Blend
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,31 @@ class Opening:
 
     def training(self) -> Tokens:
         """Return the training data. Raises DataError naming what cannot be used."""
+        self._check_separator()
         with naming("data.train_path"):
-            return self._open(as_list(self.section.train_path), self.section.train_split or "train")
+            paths, weights = as_list(self.section.train_path), [source.weight for source in self.section.sources]
+            if len(weights) == 0 or (weights[0] is None and all(map(is_token_path, paths))):
+                return self._open(paths, self.section.train_split or "train")
+            parts = [
+                part._open(as_list(part.section.train_path), part.section.train_split or "train")
+                for part in self._parts()
+            ]
+            given = [weight for weight in weights if weight is not None]
+            return Blend(parts, given) if given else _joined(parts)
 
     def validation(self) -> dict[str, Tokens]:
         """Return the validation sets by name, one alone under "". Raises DataError naming what cannot be used."""
-        split, found = self.section.validation_split or "validation", {}
+        split = self.section.validation_split or "validation"
+        found: dict[str, Tokens] = {}
         for name, paths in self.section.validation_sets.items():
             with naming(validation_setting(name)):
                 found[name] = self._open(as_list(paths), split)
         return found
+
+    def _parts(self) -> list[Opening]:
+        """One for each source, if there are several."""
+        section = self.section
+        return [replace(self, section=section.of_source(source)) for source in section.sources] or [self]
 
     def preview(self) -> list[str]:
         """Return what can be known of the data in a second, as lines: of rows the first ones, of token files all.
@@ -57,10 +73,10 @@ class Opening:
         held_out = self.section.validation_split or "validation"
         sets = [(validation_setting(name), paths, held_out) for name, paths in self.section.validation_sets.items()]
         lines = []
-        for setting, paths, split in [
-            ("data.train_path", self.section.train_path, self.section.train_split or "train"),
-            *sets,
-        ]:
+        with naming("data.train_path"):
+            for part in self._parts():
+                lines += part._preview(as_list(part.section.train_path), part.section.train_split or "train")
+        for setting, paths, split in sets:
             with naming(setting):
                 lines += self._preview(as_list(paths), split)
         return lines
@@ -71,7 +87,7 @@ class Opening:
         report = preview(self.section, list(paths), self.tokenizer, self.max_seq_length, split=split)
         return [f"first rows: {line}" for line in report.summary()]
 
-    def _open(self, paths: Sequence[str], split: str) -> Tokens:
+    def _open(self, paths: Sequence[str], split: str) -> TokenDataset | TokenCorpus:
         token_paths = [path for path in paths if is_token_path(path)]
         if not token_paths:
             section, cache = self.section, self.cache_dir
@@ -85,10 +101,6 @@ class Opening:
 
     def token_files(self, paths: Sequence[str]) -> TokenCorpus:
         """Return the data set of token files. Raises DataError naming what cannot be used."""
-        asked = self.section.document_separator
-        files = [path for text in paths for _, path in expand(text)]
-        if asked is not None and all(index_path(path).exists() for path in files):
-            raise DataError("every file has an index that says where documents end; leave out data.document_separator")
         return open_corpus(
             paths,
             vocabulary=self.vocabulary,
@@ -98,6 +110,13 @@ class Opening:
             cache=Path(store.cache_folder(self.cache_dir)),
         )
 
+    def _check_separator(self) -> None:
+        files = [path for text in self.section.token_paths for _, path in expand(text)]
+        if self.section.document_separator is not None and all(index_path(path).exists() for path in files):
+            raise DataError(
+                "data.document_separator: every token file has an index that says where documents end; leave it out"
+            )
+
     def _separator(self) -> int | None:
         asked, own = self.section.document_separator, self.tokenizer.eos_token_id
         if asked == "eos" and own is None:
@@ -105,3 +124,10 @@ class Opening:
         if asked == "none":
             return None
         return asked if isinstance(asked, int) else own
+
+
+def _joined(parts: Sequence[TokenDataset | TokenCorpus]) -> Joined:
+    rows = [part for part in parts if isinstance(part, TokenDataset)]
+    if len(rows) < len(parts):
+        raise DataError("some sources hold tokens, others rows: they have no order in common; give each a weight")
+    return Joined(rows)

@@ -61,3 +61,13 @@ def _pack_window(sizes: np.ndarray, capacity: int) -> list[list[int]]:
         if room > size:
             insort(open_packs, (room - size, number))
     return sorted(sorted(pack) for pack in packs)
+
+
+def pack_statistics(packs: Sequence[Sequence[int]], lengths: Sequence[int] | np.ndarray, capacity: int) -> str:
+    """Return in one line how many packs there are, how full, and of how many documents."""
+    tokens = int(np.asarray(lengths, dtype=np.int64)[[index for members in packs for index in members]].sum())
+    documents = [len(members) for members in packs]
+    return (
+        f"{len(packs):,} packs of up to {capacity:,} tokens, {tokens / (len(packs) * capacity):.2%} full; documents in a pack: "
+        f"{sum(documents) / len(packs):.1f} on average, {max(documents):,} at most"
+    )

@@ -78,7 +78,9 @@ def prepare_training(
     """Return the prepared training data of a section; see `prepare`."""
     split = section.train_split or "train"
     with naming("data.train_path"):
-        return prepare(section, section.train_path, tokenizer, max_seq_length, split=split, cache_dir=cache_dir)
+        return prepare(
+            section, as_list(section.train_path), tokenizer, max_seq_length, split=split, cache_dir=cache_dir
+        )
 
 
 def prepare_validation(

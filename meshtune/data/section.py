@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -21,10 +21,28 @@ TokenDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 _SET_NAME = re.compile(r"[A-Za-z0-9_]+")
 
 
+class SourceSection(Section):
+    """One of several sources in `data.train_path`. What is not set here is as in `data`."""
+
+    path: str | list[str] = Field(
+        description="A file, folder, pattern, list of them, or hub id, as in data.train_path."
+    )
+    weight: float | None = Field(
+        default=None,
+        gt=0,
+        description="Share of an epoch's rows or packs, in proportion to the weights of all sources. Set for all or for none.",
+    )
+    split: str | None = Field(default=None, description="Split of a hub id.")
+    hub_config: str | None = Field(default=None, description="Configuration (subset) of a hub id.")
+    format: Format | None = Field(default=None, description="What a row is.")
+    columns: dict[str, str] | None = Field(default=None, description="What the data calls a column.")
+    row_function: str | None = Field(default=None, description="`file.py:function`, your own.")
+
+
 class DataSection(Section):
     """What the model learns from, and how its rows become batches."""
 
-    train_path: str | list[str] = Field(
+    train_path: str | list[str | SourceSection] = Field(
         description="Training data: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow; text also .gz, .bz2, .xz, .zst), a "
         "folder or a pattern of them, a list, or a hub id (org/name); for "
         "`recipe: pretrain` also token files: .bin, raw, with llm.c's header, or with Megatron's .idx beside them."
@@ -123,6 +141,7 @@ class DataSection(Section):
         paths = [self.train_path, *self.validation_sets.values()]
         return [path for listed in paths for path in as_list(listed) if is_token_path(path)]
 
+        yield from self._source_problems()
     def _token_file_problems(self) -> Iterable[tuple[str, str]]:
         for key in ("token_dtype", "document_separator"):
             if getattr(self, key) is not None and not self.token_paths:
@@ -130,6 +149,36 @@ class DataSection(Section):
         if self.token_paths and self.overlong in ("drop", "error"):
             yield (
                 "overlong",
+    @property
+    def sources(self) -> list[SourceSection]:
+        """The items of train_path, if one of them says more than a path; else none."""
+        items = self.train_path if isinstance(self.train_path, list) else []
+        if not any(isinstance(item, SourceSection) for item in items):
+            return []
+        return [item if isinstance(item, SourceSection) else SourceSection(path=item) for item in items]
+
+    def of_source(self, source: SourceSection) -> DataSection:
+        """The section with one source alone to train on, and what that one says of itself."""
+        said = {key: value for key, value in source if value is not None and key not in ("path", "weight", "split")}
+        split = source.split or self.train_split
+        return self.model_copy(update={**said, "train_path": source.path, "train_split": split})
+
+    def _source_problems(self) -> Iterable[tuple[str, str]]:
+        weighted = [source.weight is not None for source in self.sources]
+        for number, source in enumerate(self.sources):
+            place, hub = f"train_path.{number}", any(is_hub_id(path) for path in as_list(source.path))
+            if any(weighted) and not weighted[number]:
+                yield place, "has no weight, but another source has one; give all of them a weight, or none"
+            for key in ("split", "hub_config"):
+                if getattr(source, key) is not None and not hub:
+                    yield f"{place}.{key}", "has no effect: the path names no hub id"
+            for key in ("format", "columns", "row_function"):
+                if getattr(source, key) is not None and all(map(is_token_path, as_list(source.path))):
+                    yield f"{place}.{key}", "has no effect: the path names token files, which have no rows"
+            for key, message in self.of_source(source)._column_problems():
+                if getattr(source, key) is not None:
+                    yield f"{place}.{key}", message
+
                 f"`{self.overlong}` has no effect on {self.token_paths[0]}: token files are cut into sequences",
             )
 
@@ -157,8 +206,8 @@ class DataSection(Section):
             yield "hub_config", "has no effect: neither train_path nor validation_path names a hub id"
 
 
-def as_list(paths: str | list[str] | None) -> list[str]:
-    """Return the paths of a setting that takes one path, several, or none."""
+def as_list(paths: str | Sequence[str | SourceSection] | None) -> list[str]:
+    """Return the paths of a setting that takes one path, several, sources that name some, or none."""
     if paths is None:
         return []
     return [paths] if isinstance(paths, str) else list(paths)

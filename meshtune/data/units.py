@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshtune.data.collate import Document
-from meshtune.data.packing import pack
+from meshtune.data.packing import pack, pack_statistics
 from meshtune.errors import DataError
 
 Unit = list[int]
@@ -60,6 +60,7 @@ class RowUnits:
     ) -> None:
         """Raises DataError if packing is asked for without a capacity, or a document is longer than it."""
         self._dataset, self._shuffle, self._seed = dataset, shuffle, seed
+        self._capacity = max_seq_length or 0
         self._packs = self._form_packs(max_seq_length) if packing else None
         self._permuted: tuple[int, NDArray[np.int64]] | None = None
 
@@ -81,8 +82,8 @@ class RowUnits:
         return [self._dataset[index] for index in unit]
 
     def notes(self) -> list[str]:
-        """Return nothing: rows are what they are."""
-        return []
+        """Return how full the packs are; nothing of rows."""
+        return [] if self._packs is None else [pack_statistics(self._packs, self._dataset.lengths, self._capacity)]
 
     def _form_packs(self, capacity: int | None) -> list[Unit]:
         if capacity is None:

@@ -192,7 +192,7 @@ def describe(setup: Setup, changes: list[str]) -> list[str]:
         *(f"tensor      {note}" for note in (setup.findings.notes() if setup.findings else [])),
         f"attention   {setup.attention.description}{_by_auto(recipe.model.attention)}",
         f"precision   {setup.precision} compute{_by_auto(recipe.training.precision)}",
-        *(f"data        {line}" for line in setup.train_data.report.summary()),
+        *(f"data        {line}" for line in (*setup.train_data.report.summary(), *setup.course.order.notes())),
     ]
     for name, data in setup.validation_data.items():
         lines += [f"validation  {name + ': ' if name else ''}{line}" for line in data.report.summary()]

@@ -15,11 +15,14 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from meshtune.data import store
 from meshtune.data.encoders import encoder
 from meshtune.data.encoding import Encoded
+from meshtune.data.opening import Opening
 from meshtune.data.prepare import naming
 from meshtune.data.reading import Reading
 from meshtune.data.recognise import detect_format
 from meshtune.data.report import DataReport
+from meshtune.data.section import DataSection, as_list
 from meshtune.data.sources import open_sources
+from meshtune.data.token_paths import is_token_path
 from meshtune.errors import DataError, MeshtuneError
 from meshtune.layout import Layout
 from meshtune.models.section import ModelSection
@@ -93,17 +96,38 @@ def build(
 
 
 def documents_of(recipe: Recipe) -> list[Encoded]:
-    """The recipe's first rows through its own tokenizer. Raises DataError if none can be trained on."""
+    """The first documents of each source of the recipe, through its own tokenizer.
+
+    Raises DataError if one of them has none to train on.
+    """
     section, tokenizer = recipe.rows, load_tokenizer(recipe.model)
+    found: list[Encoded] = []
     with naming("data.train_path"):
-        reading = Reading.of(section)
-        sources = open_sources(section.train_path, section.train_split or "train", section.hub_config, reading)
-        rows_encoder = encoder(section, detect_format(sources, section.format), tokenizer)
-        first = list(islice((row for source in sources for row in source.rows()), _ROWS_READ))
-        encoded = rows_encoder.encode(first)
-        found = [row for row in encoded if isinstance(row, Encoded) and row.supervised[1:].any()]
-        if not found:
-            raise DataError(f"none of the first {len(first)} rows can be trained on; `meshtune check` says why")
+        for one in [section.of_source(source) for source in section.sources] or [section]:
+            if any(map(is_token_path, as_list(one.train_path))):
+                found += _of_token_files(one, tokenizer, recipe.model)
+            else:
+                found += _of_rows(one, tokenizer)
+    return found
+
+
+def _of_token_files(section: DataSection, tokenizer: Any, model: ModelSection) -> list[Encoded]:
+    vocabulary = source_of(model).config.get_text_config(decoder=True).vocab_size
+    corpus = Opening(section, tokenizer, LONGEST, vocabulary).token_files(as_list(section.train_path))
+    long = [int(document) for document in np.flatnonzero(corpus.lengths > 1)[:_ROWS_READ]]
+    read = [corpus.read(document, 0, min(int(corpus.lengths[document]), LONGEST)) for document in long]
+    return [Encoded(ids.astype(np.int32), np.ones(len(ids), dtype=bool)) for ids in read]
+
+
+def _of_rows(section: DataSection, tokenizer: Any) -> list[Encoded]:
+    reading = Reading.of(section)
+    sources = open_sources(as_list(section.train_path), section.train_split or "train", section.hub_config, reading)
+    rows_encoder = encoder(section, detect_format(sources, section.format), tokenizer)
+    first = list(islice((row for source in sources for row in source.rows()), _ROWS_READ))
+    encoded = rows_encoder.encode(first)
+    found = [row for row in encoded if isinstance(row, Encoded) and row.supervised[1:].any()]
+    if not found:
+        raise DataError(f"none of the first {len(first)} rows can be trained on; `meshtune check` says why")
     return found
 
 

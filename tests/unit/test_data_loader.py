@@ -97,6 +97,14 @@ def test_packing_stays_near_linear() -> None:
     assert sum(map(len, packs)) == len(lengths) and lengths.sum() / (len(packs) * 2048) > 0.98
 
 
+def test_statistics_say_how_full_packs_are(tmp_path: Path) -> None:
+    order = GlobalOrder(dataset_of(tmp_path, [6, 3, 4, 5]), 2, packing=True, max_seq_length=10)
+    assert order.notes() == [
+        "2 packs of up to 10 tokens, 90.00% full; documents in a pack: 2.0 on average, 2 at most",
+    ]
+    assert GlobalOrder(dataset_of(tmp_path / "b", [6, 3]), 2).notes() == []
+
+
 # ---- the order
 
 
