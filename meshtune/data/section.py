@@ -45,7 +45,8 @@ class DataSection(Section):
     train_path: str | list[str | SourceSection] = Field(
         description="Training data: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow; text also .gz, .bz2, .xz, .zst), a "
         "folder or a pattern of them, a list, or a hub id (org/name); for "
-        "`recipe: pretrain` also token files: .bin, raw, with llm.c's header, or with Megatron's .idx beside them."
+        "`recipe: pretrain` also token files: .bin, raw, with llm.c's header, or with Megatron's .idx beside them. An item of a "
+        "list may be `{path, weight, split, hub_config, format, columns, row_function}`."
     )
     validation_path: str | list[str] | dict[str, str | list[str]] | None = Field(
         default=None,
@@ -79,6 +80,12 @@ class DataSection(Section):
         ge=0,
         le=1,
         description="Largest share of rows that may be unusable; more than that is an error that says why they are.",
+    )
+    num_workers: int | None = Field(
+        default=None,
+        ge=1,
+        description="Processes that prepare rows (default: one for each core, once there is work for them); 1: none but the "
+        "run's own. The result is the same.",
     )
     shuffle: bool = Field(default=True, description="Permute the rows each epoch, by the seed; false: file order.")
     packing: bool = Field(
@@ -134,6 +141,7 @@ class DataSection(Section):
         yield from self._hub_problems()
         yield from self._column_problems()
         yield from self._token_file_problems()
+        yield from self._source_problems()
 
     @property
     def token_paths(self) -> list[str]:
@@ -141,14 +149,6 @@ class DataSection(Section):
         paths = [self.train_path, *self.validation_sets.values()]
         return [path for listed in paths for path in as_list(listed) if is_token_path(path)]
 
-        yield from self._source_problems()
-    def _token_file_problems(self) -> Iterable[tuple[str, str]]:
-        for key in ("token_dtype", "document_separator"):
-            if getattr(self, key) is not None and not self.token_paths:
-                yield key, "has no effect: no path names a token file (.bin)"
-        if self.token_paths and self.overlong in ("drop", "error"):
-            yield (
-                "overlong",
     @property
     def sources(self) -> list[SourceSection]:
         """The items of train_path, if one of them says more than a path; else none."""
@@ -179,6 +179,16 @@ class DataSection(Section):
                 if getattr(source, key) is not None:
                     yield f"{place}.{key}", message
 
+    def _token_file_problems(self) -> Iterable[tuple[str, str]]:
+        for key in ("token_dtype", "document_separator"):
+            if getattr(self, key) is not None and not self.token_paths:
+                yield key, "has no effect: no path names a token file (.bin)"
+        for key in ("format", "columns", "row_function"):
+            if getattr(self, key) not in (None, "auto") and all(map(is_token_path, as_list(self.train_path))):
+                yield key, f"has no effect: {self.token_paths[0]} names token files, which have no rows"
+        if self.token_paths and self.overlong in ("drop", "error"):
+            yield (
+                "overlong",
                 f"`{self.overlong}` has no effect on {self.token_paths[0]}: token files are cut into sequences",
             )
 
@@ -210,4 +220,6 @@ def as_list(paths: str | Sequence[str | SourceSection] | None) -> list[str]:
     """Return the paths of a setting that takes one path, several, sources that name some, or none."""
     if paths is None:
         return []
-    return [paths] if isinstance(paths, str) else list(paths)
+    if isinstance(paths, str):
+        return [paths]
+    return [path for item in paths for path in ([item] if isinstance(item, str) else as_list(item.path))]
