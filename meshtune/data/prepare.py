@@ -19,6 +19,7 @@ from meshtune.data.reading import Reading
 from meshtune.data.recognise import detect_format
 from meshtune.data.report import DataReport
 from meshtune.data.rows import Row, RowProblem
+from meshtune.data.section import as_list
 from meshtune.data.sources import Source, open_sources
 from meshtune.errors import DataError
 

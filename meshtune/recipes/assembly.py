@@ -177,7 +177,6 @@ def _flops_per_token(setup: Setup, model: PreTrainedModel) -> float:
     )
     heads = getattr(config, "num_attention_heads", 0)
     size = heads * (config.to_dict().get("head_dim") or config.hidden_size // max(heads, 1))
-    supervised = int(data.supervised_counts.sum()) / max(int(data.lengths.sum()), 1)
     layers = getattr(config, "num_hidden_layers", 0)
     return training_flops_per_token(int(body), layers, size, data.mean_length, head_size, data.supervised_share)
 
