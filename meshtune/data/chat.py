@@ -38,8 +38,7 @@ class ChatEncoder:
         self._template = ChatTemplate(tokenizer)
         self._turns = TurnSpans()
         self._greedy = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.lstrip or t.rstrip}
-        self._last_supervised: Counter[int] = Counter()
-        self._eos_seen = False
+        self.seen: Counter[Any] = Counter()
 
     def encode(self, rows: Sequence[Row]) -> list[Encoded | RowProblem]:
         """Return each row's tokens, or why it has none."""
@@ -50,9 +49,10 @@ class ChatEncoder:
     def warnings(self) -> list[str]:
         """Return a warning if no supervised token is the tokenizer's end of sequence."""
         eos = self._tokenizer.eos_token
-        if eos is None or self._eos_seen or not self._last_supervised:
+        last_tokens = Counter({token: count for (what, token), count in self.seen.items() if what == "last"})
+        if eos is None or self.seen["eos", 0] or not last_tokens:
             return []
-        usual = self._tokenizer.convert_ids_to_tokens(self._last_supervised.most_common(1)[0][0])
+        usual = self._tokenizer.convert_ids_to_tokens(last_tokens.most_common(1)[0][0])
         return [
             f"the chat template never ends an assistant turn with the tokenizer's end of sequence {eos!r} "
             f"(most turns end with {usual!r}): generation must stop on what the template writes"
@@ -87,8 +87,8 @@ class ChatEncoder:
             return RowProblem("no supervised token")
         if has_prompt and supervised.all():
             return RowProblem("the label mask covers the whole row, its prompt too")
-        self._last_supervised[int(input_ids[supervised][-1])] += 1
-        self._eos_seen = self._eos_seen or bool((input_ids[supervised] == self._tokenizer.eos_token_id).any())
+        self.seen["last", int(input_ids[supervised][-1])] += 1
+        self.seen["eos", 0] += int((input_ids[supervised] == self._tokenizer.eos_token_id).any())
         return Encoded(input_ids, supervised)
 
     def _without_greed(self, text: str, ids: list[int], offsets: list[Span]) -> NDArray[np.int64]:

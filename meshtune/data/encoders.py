@@ -40,6 +40,7 @@ class ConversationEncoder:
 
     def __init__(self, messages: Encoder, row_format: str, any_other: bool) -> None:
         self._messages, self._format, self._any_other = messages, row_format, any_other
+        self.seen = messages.seen
 
     def encode(self, rows: Sequence[Row]) -> list[Encoded | RowProblem]:
         """Return each row's tokens, or why it has none."""

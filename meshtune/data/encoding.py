@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -27,7 +28,12 @@ class Encoded:
 
 
 class Encoder(Protocol):
-    """Turns rows into tokens, in batches, each row on its own."""
+    """Turns rows into tokens, in batches, each row on its own. It can be pickled and deep-copied.
+
+    `seen` counts what the warnings are made of; counts of several encoders can be added up.
+    """
+
+    seen: Counter[Any]
 
     def encode(self, rows: Sequence[Row]) -> list[Encoded | RowProblem]:
         """Return, for each row in order, its tokens or the reason why there are none."""

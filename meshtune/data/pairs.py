@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class PairEncoder:
             )
         self._tokenizer, self._format = tokenizer, row_format
         self._eos = tokenizer.eos_token_id
+        self.seen: Counter[Any] = Counter()
         self._pair = _alpaca_pair if row_format == "alpaca" else _plain_pair
 
     def encode(self, rows: Sequence[Row]) -> list[Encoded | RowProblem]:

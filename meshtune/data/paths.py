@@ -42,7 +42,7 @@ class Files:
     """The files that one path names, in their order, and those of a folder that are no data."""
 
     files: list[tuple[str, Path]]
-    left_out: list[str]
+    left_aside: list[str]
 
 
 def expand(text: str) -> Files:

@@ -5,30 +5,32 @@ disk.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
 
 from meshtune.data import store
+from meshtune.data.blocks import blocks_of
 from meshtune.data.cache_key import cache_key
 from meshtune.data.dataset import TokenDataset
-from meshtune.data.encoders import encoder
-from meshtune.data.encoding import Encoded, Encoder
+from meshtune.data.encode_block import BlockEncoder, EncodedBlock
 from meshtune.data.reading import Reading
 from meshtune.data.recognise import detect_format
 from meshtune.data.report import DataReport
-from meshtune.data.rows import Row, RowProblem
 from meshtune.data.section import as_list
 from meshtune.data.sources import Source, open_sources
+from meshtune.data.workers import default_workers, encode_in_order
 from meshtune.errors import DataError
+from meshtune.observe.rows import RowProgress
 
 if TYPE_CHECKING:
     from meshtune.data.section import DataSection
 
-_ROWS_AT_ONCE = 256
-
-Item = TypeVar("Item")
+# Starting workers costs each of them a second or two: what is done in that time needs none.
+_ALONE_S = 3.0
 
 
 def prepare(
@@ -60,16 +62,19 @@ def prepare(
     if cached is not None:
         _check_share(section, cached.report)
         return cached
-    row_format = detect_format(sources, section.format)
-    rows_encoder = encoder(section, row_format, tokenizer)
-    report = _new_report(sources, row_format, max_seq_length)
-    rows = (row for source in sources for row in source.rows())
-    with store.Writer(folder) as writer:
-        for documents in _documents(rows, rows_encoder, section.overlong, report):
-            writer.append(documents)
-        _finish(report, writer.lengths, rows_encoder)
+    encoder, report = _start(section, sources, tokenizer, max_seq_length)
+    seen: Counter[Any] = Counter()
+    met: set[str] = set()
+    with store.Writer(folder) as writer, RowProgress(report.named) as progress:
+        for block in _encoded(encoder, sources, section.num_workers):
+            writer.write(block.input_ids, block.supervised, block.lengths)
+            report.add(block.report)
+            seen.update(block.seen)
+            met |= block.met
+            progress.update(report.rows_read, report.tokens)
+        _finish(report, writer.lengths, encoder.warnings(seen))
         _check_share(section, report)
-        _check_columns(sources)
+        _check_columns(sources, met)
         return writer.publish(report)
 
 
@@ -123,81 +128,49 @@ def preview(
     Raises DataError as `prepare` does, save that unusable first rows are only counted.
     """
     sources = open_sources(paths, split, section.hub_config, Reading.of(section))
-    row_format = detect_format(sources, section.format)
-    rows_encoder = encoder(section, row_format, tokenizer)
-    report = _new_report(sources, row_format, max_seq_length)
-    first = (row for source in sources for row in islice(source.rows(), rows))
-    lengths = [len(d.input_ids) for part in _documents(first, rows_encoder, section.overlong, report) for d in part]
-    if lengths:
-        _finish(report, lengths, rows_encoder)
+    encoder, report = _start(section, sources, tokenizer, max_seq_length)
+    encoded = encoder.rows(row for source in sources for row in islice(source.rows(), rows))
+    report.add(encoded.report)
+    if encoded.lengths:
+        _finish(report, encoded.lengths, encoder.warnings(encoded.seen))
     return report
 
 
-def _new_report(sources: Sequence[Source], row_format: str, max_seq_length: int) -> DataReport:
-    return DataReport([source.name for source in sources], row_format, max_seq_length)
+def _start(
+    section: DataSection, sources: Sequence[Source], tokenizer: Any, max_seq_length: int
+) -> tuple[BlockEncoder, DataReport]:
+    row_format = detect_format(sources, section.format)
+    report = DataReport([source.name for source in sources], row_format, max_seq_length)
+    return BlockEncoder(section, row_format, tokenizer, max_seq_length), report
 
 
-def _documents(
-    rows: Iterable[Row], rows_encoder: Encoder, overlong: str, report: DataReport
-) -> Iterator[list[Encoded]]:
-    """Yield the documents of some rows at a time, none longer than the report's maximum, counting what
-    happens.
+def _encoded(encoder: BlockEncoder, sources: Sequence[Source], workers: int | None) -> Iterator[EncodedBlock]:
+    """Yield all blocks of the sources in order, the same whoever works on them: this process, while there is little to do
+    and nobody says how many `workers` there are to be, then one process for each core.
     """
-    for part in _batched(rows, _ROWS_AT_ONCE):
-        documents = []
-        for row, encoded in zip(part, rows_encoder.encode(part), strict=True):
-            report.rows_read += 1
-            if isinstance(encoded, RowProblem):
-                report.reject(row.name, encoded)
-            else:
-                documents += _kept(row.name, encoded, overlong, report)
-        report.documents += len(documents)
-        report.tokens += sum(len(document.input_ids) for document in documents)
-        report.supervised_tokens += sum(int(document.supervised[1:].sum()) for document in documents)
-        yield documents
+    blocks = (block for source in sources for block in blocks_of(source))
+    first = next(blocks, None)
+    if first is None:
+        return
+    started = time.monotonic()
+    yield encoder.warm_up(first)
+    count = workers or default_workers()
+    for block in blocks:
+        if count > 1 and (workers is not None or time.monotonic() - started > _ALONE_S):
+            yield from encode_in_order(encoder, chain([block], blocks), count)
+            return
+        yield encoder.encode(block)
 
 
-def _kept(name: str, row: Encoded, overlong: str, report: DataReport) -> list[Encoded]:
-    """Return the documents that a row becomes, each within the maximum length and with a target."""
-    longest, length = report.max_seq_length, len(row.input_ids)
-    windows = _windows(name, row, overlong, report) if length > longest else [row]
-    documents = [window for window in windows if window.supervised[1:].any()]
-    report.tokens_left_out += length - sum(len(document.input_ids) for document in documents)
-    if documents:
-        report.rows_used += 1
-        report.truncated += length > longest and overlong == "truncate"
-        report.split += length > longest and overlong == "split"
-        report.windows_without_target += len(windows) - len(documents)
-    elif windows:
-        within = " within max_seq_length" if length > longest else ""
-        report.reject(name, RowProblem(f"no supervised token to predict{within}", f"{length} tokens"))
-    return documents
-
-
-def _windows(name: str, row: Encoded, overlong: str, report: DataReport) -> list[Encoded]:
-    """Return the parts of an overlong row; after a split, a part starts without what came before it."""
-    longest, length = report.max_seq_length, len(row.input_ids)
-    if overlong == "error":
-        raise DataError(
-            f"{name}: has {length} tokens, but max_seq_length is {longest} and overlong is `error`; raise "
-            "max_seq_length, or set overlong to truncate, drop or split"
-        )
-    if overlong == "drop":
-        report.dropped_overlong += 1
-        return []
-    starts = range(0, length, longest) if overlong == "split" else range(1)
-    return [Encoded(row.input_ids[s : s + longest], row.supervised[s : s + longest]) for s in starts]
-
-
-def _finish(report: DataReport, lengths: Sequence[int], rows_encoder: Encoder) -> None:
+def _finish(report: DataReport, lengths: Sequence[int], warnings: list[str]) -> None:
     if not lengths:
         reasons = report.unusable_lines()
         if report.dropped_overlong:
             reasons.append(f"{report.dropped_overlong:,} rows longer than max_seq_length {report.max_seq_length:,}")
         told = "\n  ".join(reasons or ["there is no row"])
-        raise DataError(f"{', '.join(report.sources)}: no row can be used to train on:\n  {told}")
+        raise DataError(f"{report.named}: no row can be used to train on:\n  {told}")
     report.measure(lengths)
-    report.warnings = rows_encoder.warnings()
+    report.warnings = warnings
 
 
 def _check_share(section: DataSection, report: DataReport) -> None:
@@ -206,20 +179,14 @@ def _check_share(section: DataSection, report: DataReport) -> None:
     if report.rows_unusable > section.max_unusable * asked:
         told = "\n  ".join(report.unusable_lines())
         raise DataError(
-            f"{', '.join(report.sources)}: {report.rows_unusable:,} of {asked:,} rows cannot be used, more than "
+            f"{report.named}: {report.rows_unusable:,} of {asked:,} rows cannot be used, more than "
             f"data.max_unusable ({section.max_unusable:g}) allows:\n  {told}"
         )
 
 
-def _check_columns(sources: Sequence[Source]) -> None:
+def _check_columns(sources: Sequence[Source], met: set[str]) -> None:
     """Raise DataError where `data.columns` names a column that no row has."""
-    reading = sources[0].reading
-    if missed := reading.missed():
-        told = ", ".join(f"`{reading.columns[name]}` (for `{name}`)" for name in missed)
+    columns = sources[0].reading.columns
+    if missed := [name for name in columns if name not in met]:
+        told = ", ".join(f"`{columns[name]}` (for `{name}`)" for name in missed)
         raise DataError(f"{', '.join(s.name for s in sources)}: no row has the column {told} that data.columns names")
-
-
-def _batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    iterator = iter(items)
-    while batch := list(islice(iterator, size)):
-        yield batch

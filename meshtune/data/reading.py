@@ -43,10 +43,6 @@ class Reading:
         for row in written if self.row_function is None else apply(self.row_function, written):
             yield self._renamed(row) if self.columns and row.columns is not None else row
 
-    def missed(self) -> list[str]:
-        """Return our names that `columns` gives, and that no row had a column for."""
-        return [name for name in self.columns if name not in self.met]
-
     def digest(self) -> str:
         """Return what decides the rows that come of rows."""
         function = "" if self.row_function is None else digest_of(self.row_function)

@@ -98,7 +98,7 @@ def _theirs(name: str, renamed: Mapping[str, str]) -> str:
 
 
 def _kept(source: Source) -> Iterator[Row]:
-    return (row for row in source.rows() if row.problem is not LEFT_OUT)
+    return (row for row in source.rows() if row.problem != LEFT_OUT)
 
 
 def _why(sources: Sequence[Source]) -> str:

@@ -11,7 +11,21 @@ import numpy as np
 from meshtune.data.rows import LEFT_OUT, RowProblem
 
 NAMES_KEPT = 20
+_SOURCES_SHOWN = 8
 _PERCENTILES = (5, 50, 95, 100)
+_COUNTS = (
+    "rows_read",
+    "rows_used",
+    "left_out",
+    "documents",
+    "truncated",
+    "split",
+    "dropped_overlong",
+    "windows_without_target",
+    "tokens_left_out",
+    "tokens",
+    "supervised_tokens",
+)
 
 
 @dataclass
@@ -54,17 +68,33 @@ class DataReport:
         """Number of rows that could not be used, over all reasons."""
         return sum(item.count for item in self.unusable.values())
 
+    @property
+    def named(self) -> str:
+        """The sources in a line: all of a few, the first ones of many."""
+        shown = self.sources if len(self.sources) <= _SOURCES_SHOWN + 1 else self.sources[:_SOURCES_SHOWN]
+        rest = len(self.sources) - len(shown)
+        return ", ".join(shown) + (f" and {rest:,} more" if rest else "")
+
     def reject(self, name: str, problem: RowProblem) -> None:
         """Count an unusable row under its reason, and keep its name if it is among the first; one left out by the user's
         function, only count.
         """
-        if problem is LEFT_OUT:
+        if problem == LEFT_OUT:
             self.left_out += 1
             return
         item = self.unusable.setdefault(problem.reason, Unusable())
         item.count += 1
         if len(item.names) < NAMES_KEPT:
             item.names.append(f"{name} ({problem.detail})" if problem.detail else name)
+
+    def add(self, other: DataReport) -> None:
+        """Add the counts of rows that come after those of this report."""
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for reason, theirs in other.unusable.items():
+            item = self.unusable.setdefault(reason, Unusable())
+            item.count += theirs.count
+            item.names += theirs.names[: NAMES_KEPT - len(item.names)]
 
     def measure(self, lengths: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """Set the percentiles of the document lengths, in tokens."""
@@ -84,7 +114,7 @@ class DataReport:
     def summary(self) -> list[str]:
         """Return the report as lines of text, the unusable rows by name."""
         lines = [
-            f"{', '.join(self.sources)}: {self.rows_used:,} of {self.rows_read:,} rows used "
+            f"{self.named}: {self.rows_used:,} of {self.rows_read:,} rows used "
             f"as `{self.format}`, {self.tokens:,} tokens, {self.supervised_tokens:,} supervised"
         ]
         if self.length_percentiles:

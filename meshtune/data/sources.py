@@ -34,8 +34,12 @@ class Source(Protocol):
         """What lies between what is written and the rows."""
         ...
 
+    def written(self) -> Iterator[Row]:
+        """Yield the rows in their order as they were written, unreadable ones with their problem."""
+        ...
+
     def rows(self) -> Iterator[Row]:
-        """Yield the rows in their order, unreadable ones with their problem."""
+        """Yield the rows in their order, as a format reads them."""
         ...
 
     def digest(self) -> str:
@@ -50,11 +54,16 @@ class FileSource:
     name: str
     path: Path
     reading: Reading = field(default_factory=Reading)
+    left_aside: tuple[str, ...] = ()
+    """Files of the same folder that are no data, told of by its first file."""
+
+    def written(self) -> Iterator[Row]:
+        """Yield the rows of the file; see `readers` for the names that rows get."""
+        return READERS[data_suffix(self.path)](self.path, self.name, self.reading.wanted)
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows of the file; see `readers` for the names that rows get."""
-        written = READERS[data_suffix(self.path)](self.path, self.name, self.reading.wanted)
-        return self.reading.rows(written)
+        """Yield the rows as a format reads them."""
+        return self.reading.rows(self.written())
 
     def digest(self) -> str:
         """Return the SHA-256 of the file's bytes, and what decides how they are read."""
@@ -71,9 +80,13 @@ class HubSource:
         self.name = f"{hub_id}[{split}]"
         self._loaded: Any = None
 
-    def rows(self) -> Iterator[Row]:
+    def written(self) -> Iterator[Row]:
         """Yield the rows, named `org/name[split]:row N`, N counted from 0 as `datasets` does."""
-        return self.reading.rows(read_dataset(self._dataset(), self.name, self.reading.wanted))
+        return read_dataset(self._dataset(), self.name, self.reading.wanted)
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows as a format reads them."""
+        return self.reading.rows(self.written())
 
     def digest(self) -> str:
         """Return the fingerprint that `datasets` gives to the loaded split."""
@@ -114,7 +127,11 @@ def open_sources(
             sources.append(HubSource(path, split, hub_config, reading))
             continue
         try:
-            sources += [FileSource(name, file, reading) for name, file in expand(path).files]
+            found = expand(path)
+            asides = [tuple(found.left_aside), *[()] * len(found.files)]
+            sources += [
+                FileSource(name, file, reading, aside) for (name, file), aside in zip(found.files, asides, strict=False)
+            ]
         except DataError as complaint:
             complaints.append(str(complaint))
     if complaints:

@@ -10,14 +10,14 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
 from meshtune.data.dataset import TokenDataset
-from meshtune.data.encoding import Encoded
+from meshtune.data.encoding import Encoded, Flags, Tokens
 from meshtune.data.report import DataReport
 from meshtune.errors import DataError
 
@@ -75,9 +75,13 @@ class Writer:
     def append(self, documents: Iterable[Encoded]) -> None:
         """Write documents after those written before."""
         for document in documents:
-            self._input_ids.write(document.input_ids.astype(np.int32).tobytes())
-            self._supervised.write(document.supervised.astype(np.bool_).tobytes())
-            self.lengths.append(len(document.input_ids))
+            self.write(document.input_ids, document.supervised, [len(document.input_ids)])
+
+    def write(self, input_ids: Tokens, supervised: Flags, lengths: Sequence[int]) -> None:
+        """Write documents that lie one after the other in `input_ids` [T] and `supervised` [T], by their lengths."""
+        self._input_ids.write(np.ascontiguousarray(input_ids, dtype=np.int32).data)
+        self._supervised.write(np.ascontiguousarray(supervised, dtype=np.bool_).data)
+        self.lengths += lengths
 
     def publish(self, report: DataReport) -> TokenDataset:
         """Complete the folder, move it into place and open it. A complete folder made meanwhile by others is

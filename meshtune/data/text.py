@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self.seen: Counter[Any] = Counter()
         self._eos = tokenizer.eos_token_id
 
     def encode(self, rows: Sequence[Row]) -> list[Encoded | RowProblem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ class TokensEncoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._vocabulary = len(tokenizer)
+        self.seen: Counter[Any] = Counter()
 
     def encode(self, rows: Sequence[Row]) -> list[Encoded | RowProblem]:
         """Return each row's tokens, or why it has none."""

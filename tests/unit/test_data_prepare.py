@@ -148,8 +148,8 @@ def test_the_cache_is_used_and_notices_every_change(
     """A5: data, tokenizer, template, special tokens, settings; the same input is not encoded again."""
     path = write("a.jsonl", chat("hi", "ok"), chat("hi hi hi", "ok"))
     made = []
-    real = prepare_module.encoder
-    monkeypatch.setattr(prepare_module, "encoder", lambda *args: made.append(args) or real(*args))
+    real = prepare_module.BlockEncoder
+    monkeypatch.setattr(prepare_module, "BlockEncoder", lambda *args: made.append(args) or real(*args))
 
     def again(**changes: Any) -> TokenDataset:
         return ready(tmp_path, path, **{"tokenizer": kit.words(), **changes})
