@@ -8,68 +8,13 @@ or terminators.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
-from meshtune.data.formats import Conversation, Message, message_text
+from meshtune.data.affixes import common_prefix, common_suffix
+from meshtune.data.calls import end_of_calls, results_region, start_of_calls
+from meshtune.data.formats import message_text
+from meshtune.data.rendered import Rendered, Span, with_mark
 from meshtune.data.rows import UnusableRow
-from meshtune.data.template import ChatTemplate, attempt
-
-Span = tuple[int, int]
-
-_PRIVATE_AREAS = (0xE000, 0xF0000, 0x100000)
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A conversation, its rendered text, and the parts of it that are asked for again and again."""
-
-    template: ChatTemplate
-    conversation: Conversation
-    text: str
-
-    @property
-    def messages(self) -> list[Message]:
-        """The messages, in the shape that the template accepted."""
-        return self.conversation.messages
-
-    @cached_property
-    def turns(self) -> list[int]:
-        """Indices of the assistant messages."""
-        return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
-
-    @cached_property
-    def marks(self) -> list[str]:
-        """One mark for each assistant message, of private-use characters that the text does not hold."""
-        base = next((area for area in _PRIVATE_AREAS if not self._holds(area)), None)
-        if base is None:
-            raise UnusableRow("the text uses all private-use characters")
-        digits = [chr(base + digit) for digit in range(10)]
-        fence = chr(base + 10)
-        return [fence + "".join(digits[int(d)] for d in str(n)) + fence for n in range(len(self.turns))]
-
-    def part(self, count: int, prompt: bool = False) -> str | None:
-        """Return the rendering of the first `count` messages, or None where the template refuses it."""
-        if count == 0:
-            return None
-        return attempt(self.template.render, self.messages[:count], self.conversation.tools, prompt=prompt)
-
-    def marked(self, replaced: dict[int, Message]) -> str | None:
-        """Return the rendering with some messages replaced, or None where the template refuses it."""
-        messages = [replaced.get(index, message) for index, message in enumerate(self.messages)]
-        return attempt(self.template.render, messages, self.conversation.tools)
-
-    def ending_in_mark(self, turn: int) -> str | None:
-        """Return the rendering of the messages before `turn` and a plain assistant message that says the
-        first mark.
-        """
-        messages = [*self.messages[:turn], with_mark(self.messages[turn], self.marks[0])]
-        text = attempt(self.template.render, messages, self.conversation.tools)
-        return text if text is not None and self.marks[0] in text else None
-
-    def _holds(self, area: int) -> bool:
-        return any(chr(area + offset) in self.text for offset in range(11))
 
 
 def content_spans(rendered: Rendered) -> list[Span]:
@@ -85,29 +30,6 @@ def content_spans(rendered: Rendered) -> list[Span]:
     if said and not any(rendered.text[start:end].strip() for start, end in spans):
         raise UnusableRow("the chat template leaves the assistants' text out")
     return spans
-
-
-def with_mark(message: Message, mark: str) -> Message:
-    """Return a plain assistant message that says the mark, its content shaped as the given message's."""
-    as_parts = isinstance(message.get("content"), list)
-    return {"role": "assistant", "content": [{"type": "text", "text": mark}] if as_parts else mark}
-
-
-def common_prefix(left: str, right: str) -> int:
-    """Return the length of the longest common prefix, by bisection over slice comparisons."""
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def common_suffix(left: str, right: str) -> int:
-    """Return the length of the longest common suffix."""
-    return common_prefix(left[::-1], right[::-1])
 
 
 def _all_at_once(rendered: Rendered) -> list[Span] | None:
@@ -170,11 +92,18 @@ def _by_neighbours(rendered: Rendered, turn: int) -> Span:
     Some templates refuse a conversation in which a tool call has become plain text; so they are aligned by
     this.
     """
-    text, before, through = rendered.text, rendered.part(turn), rendered.part(turn + 1)
-    plain = rendered.ending_in_mark(turn)
-    if before is None or through is None or plain is None or not text.startswith(before):
+    start, end = _start_by_neighbours(rendered, turn), end_of_calls(rendered, turn)
+    if end is None:
+        region = results_region(rendered, turn)
+        end = None if region is None else region[0]
+    if start is None or end is None or end < start:
         raise UnusableRow("the chat template does not show where an assistant message begins", f"message {turn}")
+    return start, start + len(rendered.template.without_terminators(rendered.text[start:end]))
+
+
+def _start_by_neighbours(rendered: Rendered, turn: int) -> int | None:
+    text, before, plain = rendered.text, rendered.part(turn), rendered.ending_in_mark(turn)
+    if before is None or plain is None or not text.startswith(before):
+        return start_of_calls(rendered, turn)
     start = min(common_prefix(plain, text), plain.index(rendered.marks[0]))
-    start = rendered.template.outside_token(text, max(start, len(before)))
-    end = rendered.template.outside_token(text, common_prefix(through, text))
-    return start, start + len(rendered.template.without_terminators(text[start:end]))
+    return rendered.template.outside_token(text, max(start, len(before)))

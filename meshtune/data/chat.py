@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshtune.data.alignment import Rendered, Span
 from meshtune.data.encoding import Encoded, Flags, check_unicode, columns_of, or_problem
-from meshtune.data.formats import conversation
+from meshtune.data.formats import Message, conversation
+from meshtune.data.rendered import Rendered, Span
 from meshtune.data.rows import Row, RowProblem
 from meshtune.data.template import ChatTemplate
 from meshtune.data.turns import TurnSpans
@@ -63,7 +63,7 @@ class ChatEncoder:
         accepted, text = self._template.accepted(asked)
         check_unicode(text)
         rendered = Rendered(self._template, accepted, text)
-        spans = self._turns.find(rendered)
+        spans = [s for turn in self._turns.find(rendered) for s in turn.spans if _learnt(rendered.messages[turn.index])]
         return text, spans, len(rendered.turns) < len(rendered.messages)
 
     def _tokenize(self, texts: list[str]) -> list[tuple[list[int], list[Span]]]:
@@ -103,6 +103,10 @@ class ChatEncoder:
                 if at >= 0:
                     array[position] = at, at + len(self._greedy[ids[position]])
         return array
+
+
+def _learnt(message: Message) -> bool:
+    return message.get("weight") != 0
 
 
 def supervised_tokens(offsets: NDArray[np.int64], spans: Sequence[Span]) -> Flags:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from meshtune.data.affixes import common_prefix
 from meshtune.data.formats import Conversation, Message, message_text
 from meshtune.data.rows import UnusableRow
 from meshtune.errors import DataError
@@ -31,6 +32,7 @@ class ChatTemplate:
         self._added = _any_of(token.content for token in added)
         self._special = _any_of([token.content for token in added if token.special] + tokenizer.all_special_tokens)
         self.header = self._generation_header()
+        self._stop = self._end_of_every_turn()
 
     def render(self, messages: list[Message], tools: list[Any] | None, prompt: bool = False) -> str:
         """Return the rendered text, with the generation prompt if `prompt`. Raises UnusableRow if it is
@@ -69,12 +71,30 @@ class ChatTemplate:
                 return token.start()
         return at
 
-    def first_terminator(self, tail: str) -> int | None:
-        """Return the end of the first special token (else of the first added token) in a turn's tail, or
-        None.
+    def terminator(self, tail: str) -> int | None:
+        """Return the end of the terminator in a turn's tail, or None: its first special token (else its first
+        added token); or the end of sequence after it, where the template ends every turn with both.
         """
         token = self._special.search(tail) or self._added.search(tail)
-        return token.end() if token else None
+        if token is None:
+            return None
+        stop = tail.find(self._stop, token.end()) if self._stop else -1
+        if stop >= 0 and not self.without_terminators(tail[token.end() : stop]):
+            return stop + len(self._stop)
+        return token.end()
+
+    def closed(self, turn: str) -> int:
+        """Return the end of a turn whose text runs on into the next header: after its end of sequence, if that is
+        among the special tokens at its end; else all of it.
+        """
+        body = len(self.without_terminators(turn))
+        stop = turn.find(self._stop, body) if self._stop else -1
+        return len(turn) if stop < 0 else stop + len(self._stop)
+
+    def first_token(self, header: str) -> int:
+        """Return the length of a header up to the end of its first added token; all of it without one."""
+        token = self._added.search(header)
+        return token.end() if token else len(header)
 
     def without_terminators(self, turn: str) -> str:
         """Return a turn's text without the special tokens and white space at its end."""
@@ -93,6 +113,19 @@ class ChatTemplate:
         except UnusableRow:
             return ""
         return prompted.removeprefix(plain) if prompted.startswith(plain) else ""
+
+    def _end_of_every_turn(self) -> str:
+        """Return the tokenizer's end of sequence if it ends an assistant turn that is not the last; else ""."""
+        asked, said = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y\ue000"}
+        eos = self._tokenizer.eos_token
+        if not eos:
+            return ""
+        try:
+            through, whole = self.render([asked, said], None), self.render([asked, said, asked], None)
+        except UnusableRow:
+            return ""
+        ends = [text[text.find("\ue000") :] for text in (through, whole)]
+        return eos if eos in ends[0][: common_prefix(*ends)] else ""
 
 
 def attempt(render: Callable[..., str], *args: Any, **kwargs: Any) -> str | None:
@@ -123,11 +156,11 @@ def _check_shown(messages: list[Message], text: str) -> None:
         checked = message["role"] not in ("assistant", "tool", "function", "ipython")
         if printed_raw or (checked and any(part.strip() not in text for part in parts)):
             raise UnusableRow("the chat template leaves a message's text out", where)
-        if any(name not in text for name in _called(message)):
+        if any(name not in text for name in called(message)):
             raise UnusableRow("the chat template leaves a tool call out", where)
 
 
-def _called(message: Message) -> Iterator[str]:
+def called(message: Message) -> Iterator[str]:
     """Yield the names of the functions that a message calls."""
     for call in message.get("tool_calls") or ():
         function = call.get("function", call) if isinstance(call, dict) else None

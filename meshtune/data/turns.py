@@ -7,10 +7,15 @@ first terminator.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from meshtune.data.alignment import Rendered, Span, common_prefix, common_suffix, content_spans
+from meshtune.data.affixes import common_prefix, common_suffix
+from meshtune.data.alignment import content_spans
+from meshtune.data.calls import check_calls_shown, check_results_apart, content_after, results_after, results_region
+from meshtune.data.rendered import Rendered, Span
 
 _WINDOW = 64
 _LESSONS = 3
@@ -30,8 +35,28 @@ class _Pattern:
         return self.constant and self.seen >= _LESSONS and bool(self.inside or self.outside)
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Where one assistant message stands in the text, in characters.
+
+    `start` is the end of the generation prompt, `content` the end of the message's own text, `end` that of its
+    terminator. `later` holds what the model says after results that the template writes into the turn.
+    """
+
+    index: int
+    start: int
+    content: int
+    end: int
+    later: tuple[Span, ...] = ()
+
+    @property
+    def spans(self) -> list[Span]:
+        """What the model must produce: [start, end) of each part."""
+        return [span for span in ((self.start, self.end), *self.later) if span[0] < span[1]]
+
+
 class TurnSpans:
-    """Finds the supervised spans of rendered conversations.
+    """Finds the turns of rendered conversations.
 
     Borders are found exactly, by rendering parts of the conversation, until turns of a kind (same neighbours,
     same fields) have shown the same text around the border; then that text is looked for, and rendering is
@@ -41,24 +66,40 @@ class TurnSpans:
     def __init__(self) -> None:
         self._openings: dict[Any, _Pattern] = {}
         self._endings: dict[Any, _Pattern] = {}
+        self._results_apart: Counter[Any] = Counter()
 
-    def find(self, rendered: Rendered) -> list[Span]:
-        """Return [start, end) for each assistant message to be learnt (weight 0 leaves it out). Raises
-        UnusableRow.
-        """
+    def find(self, rendered: Rendered) -> list[Turn]:
+        """Return where each assistant message stands, in order. Raises UnusableRow."""
         contents = content_spans(rendered)
-        spans: list[Span] = []
+        found: list[Turn] = []
         floor = 0
         for number, (turn, (start, end)) in enumerate(zip(rendered.turns, contents, strict=True)):
             ceiling = contents[number + 1][0] if number + 1 < len(contents) else len(rendered.text)
-            span = (
-                self._opening(rendered, turn, floor, start),
-                min(self._ending(rendered, turn, end), ceiling),
-            )
-            floor = span[1]
-            if span[0] < span[1] and rendered.messages[turn].get("weight") != 0:
-                spans.append(span)
-        return spans
+            opened = self._opening(rendered, turn, floor, start)
+            closed = min(self._ending(rendered, turn, end), ceiling)
+            found.append(self._without_results(rendered, Turn(turn, opened, end, closed)))
+            floor = closed
+            check_calls_shown(rendered, turn, (opened, closed))
+        return found
+
+    def _without_results(self, rendered: Rendered, turn: Turn) -> Turn:
+        """Return the turn without the results of its calls, where the template writes them into it."""
+        if not rendered.messages[turn.index].get("tool_calls") or not results_after(rendered, turn.index):
+            return turn
+        kind = _kind(rendered, turn.index)
+        if self._results_apart[kind] >= _LESSONS:
+            return turn
+        region = results_region(rendered, turn.index)
+        if region is None:
+            check_results_apart(rendered, turn.index, (turn.start, turn.end))
+        if region is None or region[0] >= turn.end:
+            self._results_apart[kind] += 1
+            return turn
+        said = content_after(rendered, turn.index, region[0])
+        later = said or (region[1], turn.end)
+        end = turn.start + rendered.template.closed(rendered.text[turn.start : region[0]])
+        content = min(turn.content, region[0])
+        return Turn(turn.index, turn.start, content, end, (later,) if later[0] < later[1] else ())
 
     def _opening(self, rendered: Rendered, turn: int, floor: int, content: int) -> int:
         kind, text = _kind(rendered, turn), rendered.text
@@ -67,6 +108,9 @@ class TurnSpans:
         if pattern is not None and seen is not None and text.endswith(seen, floor, content):
             return content - len(pattern.inside)
         start = max(floor, _exact_opening(rendered, turn, floor, content))
+        if start > content:
+            self._openings[kind] = _Pattern("", "", constant=False)
+            return start
         before = text[max(0, start - _WINDOW) : start]
         shared = before if pattern is None else before[len(before) - common_suffix(pattern.outside, before) :]
         self._openings[kind] = _learnt(pattern, text[start:content], shared)
@@ -102,18 +146,27 @@ def _exact_opening(rendered: Rendered, turn: int, floor: int, content: int) -> i
     text, template = rendered.text, rendered.template
     before, prompt = rendered.part(turn), rendered.part(turn, prompt=True)
     if before is None or prompt is None or not prompt.startswith(before):
-        return _after_header(text, template.header, floor, content)
+        return _after_header(rendered, template.header, floor, content)
     if prompt == before:
         return _without_header(rendered, turn, before, content)
     shared = common_prefix(prompt, text)
+    if shared == len(prompt):  # what differs between renderings may begin inside the prompt
+        return shared
     if shared >= len(before):
         return min(template.outside_token(text, shared), content)
-    return _after_header(text, prompt[len(before) :], floor, content)  # the template has rewritten earlier turns
+    return _after_header(rendered, prompt[len(before) :], floor, content)  # the template has rewritten earlier turns
 
 
-def _after_header(text: str, header: str, floor: int, content: int) -> int:
-    at = text.rfind(header, floor, content) if header else -1
-    return at + len(header) if at >= 0 else content
+def _after_header(rendered: Rendered, header: str, floor: int, content: int) -> int:
+    """Return where the generation prompt ends before a content, or as much of it as the text shows, its first
+    token at least; the content's start if there is none of it.
+    """
+    text, shortest = rendered.text, rendered.template.first_token(header)
+    for length in range(len(header), max(shortest, 1) - 1, -1):
+        at = text.rfind(header[:length], floor, content)
+        if at >= 0:
+            return max(floor, min(rendered.template.outside_token(text, at + length), content))
+    return content
 
 
 def _without_header(rendered: Rendered, turn: int, before: str, content: int) -> int:
@@ -122,28 +175,47 @@ def _without_header(rendered: Rendered, turn: int, before: str, content: int) ->
     write for the model.
     """
     plain = rendered.ending_in_mark(turn)
-    if plain is None or not plain.startswith(before) or not rendered.text.startswith(before):
+    if plain is None or not plain.startswith(before):
         return content
     lead = plain[len(before) : plain.index(rendered.marks[0])]
-    return content if lead.strip() else min(len(before), content)
+    if lead.strip():
+        return content
+    if rendered.text.startswith(before):
+        return min(len(before), content)
+    return content - len(lead) if rendered.text.endswith(lead, 0, content) else content
 
 
 def _exact_ending(rendered: Rendered, turn: int, content: int) -> int:
-    """Return the end of the turn's first terminator, or of all the turn's text where there is none."""
-    boundary = _turn_boundary(rendered, turn, content)
-    terminator = rendered.template.first_terminator(rendered.text[content:boundary])
-    return boundary if terminator is None else content + terminator
+    """Return the end of the turn's terminator, or of all the turn's text where there is none."""
+    boundaries = []
+    for boundary in _turn_boundaries(rendered, turn, content):
+        terminator = rendered.template.terminator(rendered.text[content:boundary])
+        if terminator is not None:
+            return content + terminator
+        boundaries.append(boundary)
+    return boundaries[0] if boundaries else content
 
 
-def _turn_boundary(rendered: Rendered, turn: int, content: int) -> int:
-    """Return where this turn's text ends: what a rendering up to this turn shares with the whole."""
-    text = rendered.text
+def _turn_boundaries(rendered: Rendered, turn: int, content: int) -> Iterator[int]:
+    """Yield where this turn's text may end: what renderings that end it elsewhere share with the whole. The first
+    is the one to take if no terminator stands before any of them.
+    """
+    text, outside = rendered.text, rendered.template.outside_token
     if turn + 1 == len(rendered.messages):
-        return len(text)
-    through = rendered.part(turn + 1)
-    shared = common_prefix(through, text) if through is not None else 0
-    if shared < content:  # refused, or the template has rewritten earlier turns
-        plain = rendered.ending_in_mark(turn)
+        yield len(text)
+        return
+    through, prompted = rendered.part(turn + 1), rendered.part(turn + 1, prompt=True)
+    if through is not None and common_prefix(through, text) >= content:
+        yield outside(text, common_prefix(through, text))
+    region = results_region(rendered, turn)
+    if region is not None and region[0] >= content:
+        yield region[0]
+    if prompted is not None:  # some templates end the very last turn in another way
+        shared = common_prefix(prompted.removesuffix(rendered.template.header), text)
+        if shared >= content:
+            yield outside(text, shared)
+    for prompt in (False, True):  # the template has rewritten earlier turns
+        plain = rendered.ending_in_mark(turn, prompt)
         tail = plain[plain.index(rendered.marks[0]) + len(rendered.marks[0]) :] if plain else ""
-        shared = content + common_prefix(tail, text[content:])
-    return rendered.template.outside_token(text, shared)
+        tail = tail.removesuffix(rendered.template.header) if prompt else tail
+        yield outside(text, content + common_prefix(tail, text[content:]))
