@@ -20,7 +20,21 @@ class CheckpointSection(Section):
     every_steps: int | None = Field(
         None, gt=0, description="Save every so many optimizer steps; the last step is always saved."
     )
+    every_minutes: float | None = Field(
+        None, gt=0, description="Save where so many minutes have passed since the last checkpoint."
+    )
+    asynchronous: bool = Field(
+        False,
+        description="Copy the state and go on training while the copy is written. Takes as much host memory as a rank's part of "
+        "the checkpoint.",
+    )
     keep: int | None = Field(3, ge=1, description="Newest checkpoints kept. null: all of them.")
+    best_metric: str | None = Field(
+        None,
+        description="A metric of a validation, as metrics.jsonl names it (`validation_loss`, `validation_<set>_token_accuracy`). "
+        "Each validation that is the best one so far is followed by a checkpoint, which is kept beside the newest ones and "
+        "named by `checkpoints/best.json`.",
+    )
     export: bool | Literal["final", "none", "all"] = Field(
         "final",
         description="`final` (or true) writes `export/` in Hugging Face form at the end; `all` also one beside each "
@@ -40,6 +54,11 @@ class CheckpointSection(Section):
     def problems(self) -> Iterable[tuple[str, str]]:
         if self.export in (False, "none") and self.export_dtype != "auto":
             yield "export_dtype", "has no effect with `export: none`"
+        if self.asynchronous and self.export == "all":
+            yield (
+                "asynchronous",
+                "does not go with `export: all`, which waits for each checkpoint; write `export: final`",
+            )
 
     @property
     def exports_at_end(self) -> bool:

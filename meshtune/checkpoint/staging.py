@@ -26,7 +26,9 @@ class Staged(Tensor):
 
     @staticmethod
     def __new__(cls, name: str, tensor: Tensor) -> Staged:
-        staged: Staged = Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=tensor.dtype, device=torch.device("cpu"))
+        staged: Staged = Tensor._make_wrapper_subclass(
+            cls, tensor.shape, dtype=tensor.dtype, device=torch.device("cpu")
+        )
         elsewhere = isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
         staged.items = [] if elsewhere else _create_write_items(name, tensor)
         staged.boxes = {item.index: _copied(find_tensor_shard(tensor, item.index)) for item in staged.items}

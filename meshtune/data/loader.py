@@ -65,11 +65,14 @@ class Loader:
             pad_token_id=pad_token_id,
         )
         self._epoch, self._units = 0, 0
+        self.taken: list[Unit] = []
+        """The units of the last global batch, of all ranks."""
 
     def next(self) -> list[Batch]:
         """Return this rank's micro-batches of the next global batch; as many as every other rank gets."""
         units = self._order.window(self._epoch, self._units)
         batches = self._share.micro_batches(units)
+        self.taken = units
         self._advance(len(units))
         return batches
 

@@ -129,6 +129,11 @@ def _device(device: str | None, local_rank: int) -> torch.device:
         index = chosen.index if chosen.index is not None else local_rank
         if index >= torch.cuda.device_count():
             raise LayoutError(
+def background_group() -> dist.ProcessGroup:
+    """All ranks, over gloo: for a thread beside the training, whose messages must not meet those of the step."""
+    return dist.new_group(backend="gloo")
+
+
                 f"rank with local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()} here"
             )
         chosen = torch.device("cuda", index)

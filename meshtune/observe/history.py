@@ -42,7 +42,7 @@ class History:
             return cls()
         rows = [row for row in map(parse_line, lines) if row is not None]
         return cls(
-            train=[row for row in rows if not is_validation(row)],
+            train=[row for row in rows if "loss" in row],
             validation=[row for row in rows if is_validation(row)],
         )
 

@@ -3,8 +3,9 @@
 A logging step writes one line with `step, epoch, loss, grad_norm, learning_rate, tokens, supervised_tokens,
 tokens_per_second, mfu, peak_memory_bytes, step_time_s`; a validation writes one with `step, epoch,
 validation_loss, validation_perplexity, validation_token_accuracy, validation_tokens`, those of a named set as
-`validation_<name>_loss` and so on. The counts are those of the interval's global batches. Only rank 0 has
-sinks."""
+`validation_<name>_loss` and so on. A bad step that is skipped writes one with `step, epoch, skipped, rows`, one
+that sends the run back to a checkpoint `step` (the checkpoint's), `rolled_back_from, reason, rows`. The counts are
+those of the interval's global batches. Only rank 0 has sinks."""
 
 from __future__ import annotations
 
@@ -20,12 +21,14 @@ from meshtune.observe.atomic import write_atomically
 from meshtune.observe.history import is_validation, parse_line
 
 Metrics = Mapping[str, float | int | None]
+Values = Mapping[str, float | int | str | list[int] | None]
+"""Metrics, or what happened at a step: texts and lists of whole numbers, which are written as they are."""
 
 
 class Sink(Protocol):
     """Takes the metrics of a step. Steps never go down."""
 
-    def write(self, step: int, metrics: Metrics) -> None:
+    def write(self, step: int, metrics: Values) -> None:
         """Write the metrics of `step`; None stands for a value that is not known."""
 
     def close(self) -> None:
@@ -46,11 +49,11 @@ class JSONLSink:
         self._last_step = _cut_back(self._path, resume_step)
         self._file = open(self._path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115
 
-    def write(self, step: int, metrics: Metrics) -> None:
+    def write(self, step: int, metrics: Values) -> None:
         """Append one line. Raises `ValueError` where `step` lies before the last one written."""
         if step < self._last_step:
             raise ValueError(f"{self._path}: step {step} comes after step {self._last_step}")
-        row = {"step": step, **{name: _json_number(v) for name, v in metrics.items() if name != "step"}}
+        row = {"step": step, **{name: _json_value(v) for name, v in metrics.items() if name != "step"}}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
         self._last_step = step
@@ -77,12 +80,12 @@ class TensorBoardSink:
         purge_step = resume_step + 1 if resume_step else resume_step
         self._writer = SummaryWriter(os.fspath(directory), purge_step=purge_step)
 
-    def write(self, step: int, metrics: Metrics) -> None:
-        """Write each known value as a scalar of `step`."""
+    def write(self, step: int, metrics: Values) -> None:
+        """Write each number as a scalar of `step`."""
         validation = is_validation(metrics)
         for name, value in metrics.items():
             # The epoch of a validation stands on the training line of the same step already.
-            if value is None or name == "step" or (validation and name == "epoch"):
+            if not isinstance(value, int | float) or name == "step" or (validation and name == "epoch"):
                 continue
             tag = f"validation/{name.removeprefix('validation_')}" if validation else f"train/{name}"
             self._writer.add_scalar(tag, value, global_step=step)
@@ -92,8 +95,8 @@ class TensorBoardSink:
         self._writer.close()
 
 
-def _json_number(value: float | int | None) -> float | int | None:
-    if value is None or isinstance(value, int):
+def _json_value(value: float | int | str | list[int] | None) -> float | int | str | list[int] | None:
+    if value is None or isinstance(value, int | str | list):
         return value
     return float(value) if math.isfinite(value) else None
 

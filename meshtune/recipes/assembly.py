@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshtune.checkpoint import checkpoint
+from meshtune.checkpoint.checkpoint import Checkpointer
 from meshtune.checkpoint.space import bytes_needed, check_space
 from meshtune.data.loader import Loader, validation_batches
 from meshtune.data.order import GlobalOrder
+from meshtune.layout.world import background_group
 from meshtune.models import hf
 from meshtune.models.causal_lm import CausalLM
 from meshtune.models.documents import reopening
@@ -19,8 +20,11 @@ from meshtune.observe import training_flops_per_token
 from meshtune.parallel import Parallel, Settings, replicate, shard
 from meshtune.recipes.objectives import next_token, next_token_scores
 from meshtune.recipes.plans import declare
+from meshtune.recipes.saving import RunSaver
+from meshtune.training.best import BestMetric
 from meshtune.training.loop import Fit
 from meshtune.training.reporting import Reporter
+from meshtune.training.requests import Requests
 from meshtune.training.signals import SignalStop
 from meshtune.training.state import TrainState
 from meshtune.training.step import TrainStep, validate
@@ -68,12 +72,15 @@ def assemble(setup: Setup, parallel: Parallel, stop: SignalStop) -> tuple[Fit, T
     model = setup.model.model
     optimizer = recipe.optimizer.build(model.named_modules(), recipe.training.learning_rate)
     loader = Loader(setup.course.order, **_share(setup))
-    keeper = checkpoint.Checkpointer(setup.run, model, optimizer, recipe.checkpoint.keep)
+    group = background_group() if recipe.checkpoint.asynchronous else None
+    keeper = Checkpointer(setup.run, model, optimizer, recipe.checkpoint.keep, group)
     setup.world.from_first(lambda: check_space(setup.run, bytes_needed(model, optimizer)))
+    saver, guard = RunSaver(setup, keeper), recipe.training.guard()
     state = TrainState()
     if setup.resume is not None:
-        state = TrainState.from_dict(keeper.load(setup.resume.path)["state"])
+        state = saver.resume(setup.resume.path)
         loader.load_state_dict(state.loader)
+        guard.load_state_dict(state.guard)
     step = TrainStep(
         parallel,
         setup.model,
@@ -83,15 +90,18 @@ def assemble(setup: Setup, parallel: Parallel, stop: SignalStop) -> tuple[Fit, T
         device,
         recipe.training.max_grad_norm,
         recipe.seed,
-        stop,
+        lambda: Requests(*stop.requested(), int(saver.is_due()), int(saver.has_failed())),
+        guard,
     )
     parts = Fit(
         step=step,
         loader=loader,
         learning_rate=lambda k: recipe.training.learning_rate * setup.course.factor(k),
         total_steps=setup.course.total_steps,
-        save=_saver(setup, keeper),
+        saver=saver,
         save_every=recipe.checkpoint.every_steps,
+        guard=guard,
+        best=BestMetric.named(recipe.checkpoint.best_metric),
         validate=_validator(setup, parallel),
         validate_every=recipe.training.eval_every_steps,
         validate_every_epochs=recipe.training.eval_every_epochs,
@@ -106,25 +116,6 @@ def _share(setup: Setup) -> dict[str, int]:
         "per_device_batch_size": setup.plan.sizes.per_device_batch_size,
         "pad_token_id": setup.plan.pad_token_id,
     }
-
-
-def _saver(setup: Setup, keeper: checkpoint.Checkpointer) -> Any:
-    def save(state: TrainState) -> str:
-        facts = {
-            "state": state.as_dict(),
-            "data": setup.train_data.fingerprint,
-            "layout": setup.layout.describe(),
-            "global_batch_size": setup.plan.sizes.global_batch_size,
-            "precision": setup.precision,
-            "attention": setup.attention.implementation,
-            "total_steps": setup.course.total_steps,
-        }
-        path = keeper.save(state.step, facts)
-        if setup.recipe.checkpoint.export == "all":
-            setup.export(path / "export")
-        return str(path)
-
-    return save
 
 
 def _validator(setup: Setup, parallel: Parallel) -> Any:

@@ -15,6 +15,7 @@ from meshtune.models.section import ModelSection
 from meshtune.observe.section import LoggingSection
 from meshtune.optim.schedule import LRSchedulerSection
 from meshtune.optim.section import OptimizerSection
+from meshtune.training.best import COMPARED
 from meshtune.training.section import TrainingSection
 
 
@@ -49,6 +50,7 @@ class Recipe(Section):
         for key in ("eval_every_steps", "eval_every_epochs"):
             if getattr(self.training, key) is not None and self.data.validation_path is None:
                 yield f"training.{key}", "has no effect without data.validation_path"
+        yield from self._checkpoint_problems()
         if self.model.dtype in ("bfloat16", "float16") and self.training.precision == "fp32":
             yield (
                 "training.precision",
@@ -60,4 +62,20 @@ class Recipe(Section):
             yield (
                 "data.train_path",
                 f"{self.data.token_paths[0]} holds plain tokens, which belong to `recipe: pretrain`",
+            )
+
+    def _checkpoint_problems(self) -> Iterable[tuple[str, str]]:
+        metric, sets = self.checkpoint.best_metric, self.data.validation_sets
+        if metric is not None and not sets:
+            yield "checkpoint.best_metric", "has no effect without a validation set (data.validation_path)"
+        elif metric is not None:
+            prefixes = [f"validation_{name}_" if name else "validation_" for name in sets]
+            known = [prefix + kind for prefix in prefixes for kind in COMPARED]
+            if metric not in known:
+                yield "checkpoint.best_metric", f"{metric!r} is no metric of a validation; there are {', '.join(known)}"
+        if self.training.rolls_back and self.checkpoint.every_steps is None and self.checkpoint.every_minutes is None:
+            key = "on_nonfinite" if self.training.on_nonfinite == "rollback" else "on_loss_spike"
+            yield (
+                f"training.{key}",
+                "rollback needs checkpoints on the way: set checkpoint.every_steps or checkpoint.every_minutes",
             )

@@ -16,7 +16,10 @@ class Hook:
         """Before the first step, after a checkpoint was loaded."""
 
     def on_step(self, state: TrainState, result: StepResult, learning_rate: float, epoch: float) -> None:
-        """After each optimizer step; `state.step` counts it."""
+        """After each optimizer step; `state.step` counts it, also where `result.verdict` says that it was skipped."""
+
+    def on_rollback(self, state: TrainState, result: StepResult, bad_step: int) -> None:
+        """After a bad step that sent the run back to a checkpoint, whose `state` it is now."""
 
     def on_validation(self, state: TrainState, metrics: dict[str, float | int], epoch: float) -> None:
         """After each validation pass."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -40,6 +41,7 @@ class Reporter(Hook):
         self.recorder = Recorder()
         self.progress = section.build_progress(rank)
         self.sinks: list = []
+        self._total_steps = 0
 
     def say(self, text: str) -> None:
         """A line for people, on rank 0."""
@@ -49,9 +51,34 @@ class Reporter(Hook):
         self.recorder.load_state_dict(state.recorded)
         if self.rank == 0:
             self.sinks = self.section.build_sinks(self.run, state.step)
+        self._total_steps = total_steps
         self.progress.start(total_steps, state.step)
 
     def on_step(self, state: TrainState, result: StepResult, learning_rate: float, epoch: float) -> None:
+        if result.verdict.action == "skip":
+            self._skipped(state, result, epoch)
+        else:
+            self._record(result)
+        if state.step % self.section.every_steps == 0:
+            self._log(state, learning_rate, epoch)
+
+    def on_rollback(self, state: TrainState, result: StepResult, bad_step: int) -> None:
+        """What has been written of the steps that are done again goes, as it does where a run is resumed."""
+        self._close()
+        self.on_start(state, self._total_steps)
+        event = {"rolled_back_from": bad_step, "reason": result.verdict.reason, "rows": result.rows}
+        self._write(state.step, {"step": state.step, **event})
+        self.say(
+            f"WARNING: step {bad_step}: {result.verdict.reason}; rolled back to step {state.step}, and will skip it on the way "
+            f"again (rows {_named(result.rows)})"
+        )
+
+    def _skipped(self, state: TrainState, result: StepResult, epoch: float) -> None:
+        event = {"epoch": epoch, "skipped": result.verdict.reason, "rows": result.rows}
+        self._write(state.step, {"step": state.step, **event})
+        self.say(f"WARNING: step {state.step} was skipped: {result.verdict.reason} (rows {_named(result.rows)})")
+
+    def _record(self, result: StepResult) -> None:
         self.recorder.record("loss_sum", result.loss_sum, "sum")
         self.recorder.record("grad_norm", result.grad_norm, "last")
         self.recorder.record("tokens", result.tokens, "sum")
@@ -60,12 +87,13 @@ class Reporter(Hook):
         self.recorder.record("steps", 1, "sum")
         for name, value in result.metrics.items():
             self.recorder.record(name, value, "last")
-        if state.step % self.section.every_steps == 0:
-            self._log(state, learning_rate, epoch)
 
     def _log(self, state: TrainState, learning_rate: float, epoch: float) -> None:
-        """The loss of an interval is over all its supervised tokens; tokens are those of the interval."""
+        """The loss of an interval is over all its supervised tokens; tokens are those of the interval. Of an interval whose steps
+        were all skipped there is nothing to say."""
         values = self.recorder.flush()
+        if not values:
+            return
         rate = values["tokens"] / values["seconds"]
         metrics = {
             "step": state.step,
@@ -99,13 +127,16 @@ class Reporter(Hook):
     def on_end(self, state: TrainState) -> None:
         self.progress.close()
         try:
-            for sink in self.sinks:
-                sink.close()
+            self._close()
             if self.rank == 0:
                 loss_png(self.run / "metrics.jsonl", self.run / "loss.png")
                 write_report(self.run)
         except OSError as error:  # a full disk, most often: the training, or the error that ended it, matters more
             self.say(f"WARNING: the report could not be written: {error}")
+
+    def _close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
 
     def _write(self, step: int, metrics: dict) -> None:
         try:
@@ -113,3 +144,8 @@ class Reporter(Hook):
                 sink.write(step, metrics)
         except OSError as error:
             raise TrainingError(f"the metrics of step {step} could not be written into {self.run}: {error}") from error
+
+
+def _named(rows: Sequence[int], shown: int = 8) -> str:
+    more = f" and {len(rows) - shown} more" if len(rows) > shown else ""
+    return ", ".join(map(str, rows[:shown])) + more

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from meshtune.config import Section
 from meshtune.errors import RecipeError
+from meshtune.training.guard import Guard
 
 _LARGEST_DERIVED_BATCH = 8
 
@@ -57,6 +58,27 @@ class TrainingSection(Section):
         description="Validate each time so many epochs are over; 0.5 is twice an epoch. Also beside `eval_every_steps`.",
     )
 
+    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="A loss or gradient norm that is not finite: `stop` the run; `skip` the step, which leaves weights and "
+        "optimizer as they were; `rollback` to the newest checkpoint and skip the step on the way again. The rows are named.",
+    )
+    on_loss_spike: Literal["ignore", "stop", "skip", "rollback"] = Field(
+        "ignore", description="Likewise for a loss far above the losses before it."
+    )
+    spike_window: int | None = Field(
+        None, ge=8, description="So many losses before are looked at (default: 100), once a quarter of them are there."
+    )
+    spike_threshold: float | None = Field(
+        None,
+        gt=0,
+        description="A spike is so many robust standard deviations (1.4826 x median absolute deviation, at least 1 % of the "
+        "median) above their median (default: 6).",
+    )
+    max_bad_steps: int | None = Field(
+        None, ge=0, description="More bad steps than this within 100 stop the run all the same (default: 10)."
+    )
+
     def problems(self) -> Iterable[tuple[str, str]]:
         small, large = self.per_device_batch_size, self.global_batch_size
         if small is not None and large is not None and large % small:
@@ -65,6 +87,35 @@ class TrainingSection(Section):
                 "global_batch_size",
                 f"{large} is not a multiple of per_device_batch_size {small}; write {' or '.join(map(str, multiples))}",
             )
+        if self.on_loss_spike == "ignore":
+            for key in ("spike_window", "spike_threshold"):
+                if getattr(self, key) is not None:
+                    yield key, "has no effect with `on_loss_spike: ignore`"
+        if self.max_bad_steps is not None and not self.forgives:
+            yield "max_bad_steps", "has no effect where no bad step is skipped or rolled back"
+
+    @property
+    def forgives(self) -> bool:
+        """Whether a bad step may be survived."""
+        return not {self.on_nonfinite, self.on_loss_spike} <= {"ignore", "stop"}
+
+    @property
+    def rolls_back(self) -> bool:
+        return "rollback" in (self.on_nonfinite, self.on_loss_spike)
+
+    def guard(self) -> Guard:
+        """The judge of each step."""
+        given = {
+            "window": self.spike_window,
+            "threshold": self.spike_threshold,
+            "max_bad_steps": self.max_bad_steps,
+        }
+        on_loss_spike = "accept" if self.on_loss_spike == "ignore" else self.on_loss_spike
+        return Guard(
+            self.on_nonfinite,
+            on_loss_spike,
+            **{k: v for k, v in given.items() if v is not None},  # type: ignore[arg-type]
+        )
 
     def batch_sizes(self, ranks: int, together: int = 1) -> BatchSizes:
         """Both sizes for `ranks` data-parallel ranks, and, where the recipe leaves it open, `together` micro-batches or a

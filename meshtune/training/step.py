@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,30 +16,29 @@ from meshtune.layout import Layout
 from meshtune.models.causal_lm import CausalLM
 from meshtune.optim.grad_norm import clip_grad_norm_
 from meshtune.parallel import Objective, Parallel
+from meshtune.training.guard import ACTIONS, Guard, Verdict
+from meshtune.training.requests import Requests
 
 _LARGEST_EXPONENT = 700.0  # of which a float64 still holds the exponential
 
 
-class Stop(Protocol):
-    """Asked for by a signal; agreed on by every rank with the token count of the next step."""
-
-    def requested(self) -> tuple[int, int]:
-        """(SIGINTs, SIGTERMs) that this rank has received."""
-
-
 @dataclass
 class StepResult:
-    """Global figures of one optimizer step; `tensors are 0-d, on the device. `seconds` includes reading the batch."""
+    """Global figures of one optimizer step; tensors are 0-d, on the device. `seconds` includes reading the batch.
+
+    Of a step that was not taken, `verdict` says why, and `rows` what it would have been trained on.
+    """
 
     loss: Tensor
     loss_sum: Tensor
     grad_norm: Tensor
     tokens: int
     supervised_tokens: int
-    interrupts: int = 0
-    terminations: int = 0
+    requests: Requests = field(default_factory=Requests)
     seconds: float = 0.0
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    verdict: Verdict = field(default_factory=Verdict)
+    rows: list[int] = field(default_factory=list)
 
 
 class TrainStep:
@@ -56,62 +54,82 @@ class TrainStep:
         device: torch.device,
         max_grad_norm: float | None,
         seed: int,
-        stop: Stop | None = None,
+        requests: Callable[[], Requests] = Requests,
+        guard: Guard | None = None,
     ):
+        """`requests` says what this rank asks of the loop; `guard` judges each step (default: what is not finite stops)."""
         self.parallel, self.model, self.objective, self.optimizer = parallel, model, objective, optimizer
-        self.layout, self.device, self.max_grad_norm, self.seed, self.stop = (
-            layout,
-            device,
-            max_grad_norm,
-            seed,
-            stop,
-        )
+        self.layout, self.device, self.max_grad_norm, self.seed = layout, device, max_grad_norm, seed
+        self.requests, self.guard = requests, guard or Guard()
 
     def __call__(self, batches: Sequence[Batch], step: int, learning_rate: float) -> StepResult:
-        """Train on this rank's `batches` of 0-based optimizer step `step`. Raises TrainingError before the update if loss or
-        gradient norm is not finite."""
-        seed_ranks(self.seed, step, random_stream(self.layout))
-        supervised, tokens, interrupts, terminations = self._totals(batches)
+        """Train on this rank's `batches` of 0-based optimizer step `step`, unless the guard finds it bad: then no weight and no
+        moment changes. Raises TrainingError where that ends the run."""
+        supervised, tokens, requests = self._totals(batches)
+        if known := self.guard.known_bad(step + 1):
+            nothing = torch.zeros((), device=self.device)
+            return StepResult(
+                nothing, nothing, nothing, tokens, supervised, requests, verdict=Verdict("skip", f"{known}, earlier")
+            )
         if supervised == 0:
             raise TrainingError(
                 f"step {step + 1}: no token of the global batch is supervised, so there is no loss to train on"
             )
+        seed_ranks(self.seed, step, random_stream(self.layout))
         loss_sum = self.parallel.train(self.objective, [batch.to(self.device) for batch in batches], 1 / supervised)
         loss_sum = total_loss(loss_sum, self.layout)
         norm = self.parallel.grad_norm(self._parameters())
-        result = StepResult(loss_sum / supervised, loss_sum, norm, tokens, supervised, interrupts, terminations)
+        result = StepResult(loss_sum / supervised, loss_sum, norm, tokens, supervised, requests)
         result.metrics.update(self.parallel.metrics)
-        self._check_finite(result, step)
+        result.verdict = self._judge(result, step)
+        if result.verdict.action == "accept":
+            self._update(norm, learning_rate)
+        self.optimizer.zero_grad(set_to_none=True)
+        return result
+
+    def _update(self, norm: Tensor, learning_rate: float) -> None:
         clip_grad_norm_(self._parameters(), self.max_grad_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return result
 
-    def _totals(self, batches: Sequence[Batch]) -> list[int]:
-        """Supervised and real tokens of the global batch, and the signals received, in one reduction."""
+    def _totals(self, batches: Sequence[Batch]) -> tuple[int, int, Requests]:
+        """Supervised and real tokens of the global batch, and what was asked of the loop, in one reduction."""
         local = [sum(b.supervised_tokens for b in batches), sum(b.tokens for b in batches)]
         if not self.layout.counts_rows:
             local = [0, 0]
-        totals = torch.tensor(
-            [*local, *(self.stop.requested() if self.stop else (0, 0))], dtype=torch.int64, device=self.device
-        )
+        totals = torch.tensor([*local, *self.requests()], dtype=torch.int64, device=self.device)
         dist.all_reduce(totals, group=self.layout.group("world"))
-        return [int(n) for n in totals.tolist()]
+        supervised, tokens, *requests = (int(n) for n in totals.tolist())
+        return supervised, tokens, Requests(*requests)
+
+    def _judge(self, result: StepResult, step: int) -> Verdict:
+        """The guard's verdict, which every rank shares, noted. Raises TrainingError where it is to stop."""
+        loss, norm = torch.stack([result.loss.float(), result.grad_norm.float()]).tolist()
+        verdict = self.guard.judge(loss, norm)
+        if self.guard.forgives:
+            strictest = torch.tensor(ACTIONS.index(verdict.action), device=self.device)
+            dist.all_reduce(strictest, dist.ReduceOp.MAX, group=self.layout.group("world"))
+            action = ACTIONS[int(strictest)]
+            if action != verdict.action:
+                verdict = Verdict(action, verdict.reason or "the figures of another rank are not finite")
+        if verdict.action == "stop":
+            raise TrainingError(
+                f"step {step + 1}: {verdict.reason}; no weight was changed by this step{self._where()}. Lower "
+                "training.learning_rate, lengthen the warm-up, or look at the rows of this step"
+            )
+        if verdict.action == "accept":
+            self.guard.took(loss)
+        else:
+            self.guard.found_bad(step + 1, verdict.reason)
+        return verdict
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def _check_finite(self, result: StepResult, step: int) -> None:
-        if bool(torch.isfinite(result.loss) & torch.isfinite(result.grad_norm)):
-            return
+    def _where(self) -> str:
         names = [name for name, p in self.model.model.named_parameters() if p.grad is not None and not _finite(p.grad)]
-        where = f"; first gradients that are not finite on this rank: {', '.join(names[:3])}" if names else ""
-        raise TrainingError(
-            f"step {step + 1}: loss is {float(result.loss)}, gradient norm {float(result.grad_norm)}; no weight was changed by "
-            f"this step{where}. Lower training.learning_rate, lengthen the warm-up, or look at the rows of this step"
-        )
+        return f"; first gradients that are not finite on this rank: {', '.join(names[:3])}" if names else ""
 
 
 def _finite(gradient: Tensor) -> bool:

@@ -67,7 +67,7 @@ def run(recipes: list[Recipe], rows: str, export: str, reference: str | None, st
         for recipe in recipes:
             setup.recipe = recipe
             parts, state, _ = assembly.assemble(setup, parallel, SignalStop())
-            parts.save = None
+            parts.saver = None
             record = _Record(Course(recipe.optimizer.name))
             fit(parts, state, [record])
             setup.export(Path(export) / record.course.optimizer)

@@ -1,0 +1,82 @@
+"""When a run's checkpoints are due by the clock, what goes into them, and how a run goes back to one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshtune.checkpoint import folder
+from meshtune.checkpoint.checkpoint import Checkpointer
+from meshtune.errors import TrainingError
+from meshtune.training.state import TrainState
+
+if TYPE_CHECKING:
+    from meshtune.recipes.run import Setup
+
+
+class RunSaver:
+    """The checkpoints of a run, as its loop asks for them."""
+
+    def __init__(self, setup: Setup, keeper: Checkpointer):
+        self._setup, self._keeper = setup, keeper
+        self._saved_at = time.monotonic()
+
+    def save(self, state: TrainState) -> None:
+        best = None if state.best is None else folder.Best(**state.best)
+        path = self._keeper.save(state.step, self._facts(state), best)
+        if self._setup.recipe.checkpoint.export == "all":
+            self._setup.export(path / "export")
+        self._saved_at = time.monotonic()
+
+    def completed(self) -> list[str]:
+        return [str(path) for path in self._keeper.completed()]
+
+    def finish(self, patience: float | None = None) -> None:
+        self._keeper.finish(patience)
+
+    def roll_back(self) -> TrainState:
+        newest = self._setup.world.from_first(lambda: folder.newest(self._setup.run))
+        if newest is None:
+            raise TrainingError(
+                f"there is no checkpoint in {self._setup.run} to roll back to yet; save earlier (checkpoint.every_steps), or "
+                "write skip or stop in place of rollback"
+            )
+        return TrainState.from_dict(self._keeper.load(newest.path)["state"])
+
+    def resume(self, path: Path) -> TrainState:
+        """Fill model and optimizer from the checkpoint at `path`. The best checkpoint so far is forgotten if the run folder
+        does not have it, or another metric decides now."""
+        state = TrainState.from_dict(self._keeper.load(path)["state"])
+        state.best = self._setup.world.from_first(lambda: self._known_best(state.best))
+        return state
+
+    def _known_best(self, best: dict[str, Any] | None) -> dict[str, Any] | None:
+        run, metric = self._setup.run, self._setup.recipe.checkpoint.best_metric
+        steps = {complete.step for complete in folder.checkpoints(run)}
+        if best is not None and (best["metric"] != metric or best["step"] not in steps):
+            best = None
+        folder.point_to(run, None if best is None else folder.Best(**best))
+        return best
+
+    def is_due(self) -> bool:
+        """Whether `checkpoint.every_minutes` have passed since the last one, by the clock of the first rank."""
+        minutes = self._setup.recipe.checkpoint.every_minutes
+        if minutes is None or not self._setup.world.is_first:
+            return False
+        return time.monotonic() - self._saved_at >= 60 * minutes
+
+    def has_failed(self) -> bool:
+        return self._keeper.failed
+
+    def _facts(self, state: TrainState) -> dict[str, Any]:
+        setup = self._setup
+        return {
+            "state": state.as_dict(),
+            "data": setup.train_data.fingerprint,
+            "layout": setup.layout.describe(),
+            "global_batch_size": setup.plan.sizes.global_batch_size,
+            "precision": setup.precision,
+            "attention": setup.attention.implementation,
+            "total_steps": setup.course.total_steps,
+        }
