@@ -21,7 +21,7 @@ from meshtune.data.reading import Reading
 from meshtune.data.recognise import detect_format
 from meshtune.data.report import DataReport
 from meshtune.data.section import as_list
-from meshtune.data.sources import Source, open_sources
+from meshtune.data.sources import FileSource, Source, open_sources
 from meshtune.data.workers import default_workers, encode_in_order
 from meshtune.errors import DataError
 from meshtune.observe.rows import RowProgress
@@ -72,7 +72,7 @@ def prepare(
             seen.update(block.seen)
             met |= block.met
             progress.update(report.rows_read, report.tokens)
-        _finish(report, writer.lengths, encoder.warnings(seen))
+        _finish(report, writer.lengths, [*encoder.warnings(seen), *_left_aside(sources)])
         _check_share(section, report)
         _check_columns(sources, met)
         return writer.publish(report)
@@ -160,6 +160,12 @@ def _encoded(encoder: BlockEncoder, sources: Sequence[Source], workers: int | No
             yield from encode_in_order(encoder, chain([block], blocks), count)
             return
         yield encoder.encode(block)
+
+
+def _left_aside(sources: Sequence[Source]) -> list[str]:
+    """Return what is said of files that lie in a folder of data and are none."""
+    found = [source for source in sources if isinstance(source, FileSource) and source.left_aside]
+    return [f"left aside, no data by their names: {', '.join(source.left_aside)} (beside {source.name})" for source in found]
 
 
 def _finish(report: DataReport, lengths: Sequence[int], warnings: list[str]) -> None:

@@ -16,6 +16,8 @@ from meshtune.errors import LayoutError, MeshtuneError
 
 T = TypeVar("T")
 
+_LOOK_AGAIN_S = 1.0
+
 # gloo's threads let go of their last work through the interpreter, and one that finds it closing aborts the process (3 of 33 runs
 # of two ranks that left at once, none of 32 that waited so long).
 _PARTING_S = 0.05
@@ -37,12 +39,15 @@ class World:
     def each_node_first(self, work: Callable[[], T]) -> T:
         """Run `work` on the first rank of every node, then on the others, which find its result cached.
 
-        If it raises on any rank, every rank raises: nobody is left waiting.
+        If it raises on any rank, every rank raises: nobody is left waiting. The first ranks may work for longer than a
+        collective would wait for them.
         """
         result, error = _attempt(work) if self.local_rank == 0 else (None, None)
+        self._meet()
         self._raise_together(error)
         if self.local_rank != 0:
             result, error = _attempt(work)
+        self._meet()
         self._raise_together(error)
         return result  # type: ignore[return-value]
 
@@ -63,6 +68,17 @@ class World:
         if error is not None:
             raise _as_shared(error)
         return result  # type: ignore[return-value]
+
+    def _meet(self) -> None:
+        """Return when every rank has come here, however late. Who started the ranks ends them all when one is lost."""
+        store = dist.distributed_c10d._get_default_store()
+        meeting = f"meshtune/meeting/{store.add(f'meshtune/meetings/{self.rank}', 1)}"
+        if store.add(meeting, 1) == self.size:
+            store.set(f"{meeting}/complete", "1")
+        pause = 0.01
+        while not store.check([f"{meeting}/complete"]):  # the store's own waiting complains whenever its time is up
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LOOK_AGAIN_S)
 
     def _raise_together(self, error: Exception | None) -> None:
         errors: list[Exception | None] = [None] * self.size
@@ -111,6 +127,11 @@ def connect(device: str | None = None) -> World:
     return World(dist.get_rank(), dist.get_world_size(), local_rank, chosen)
 
 
+def background_group() -> dist.ProcessGroup:
+    """All ranks, over gloo: for a thread beside the training, whose messages must not meet those of the step."""
+    return dist.new_group(backend="gloo")
+
+
 def disconnect() -> None:
     """Leave the ranks."""
     if dist.is_initialized():
@@ -129,11 +150,6 @@ def _device(device: str | None, local_rank: int) -> torch.device:
         index = chosen.index if chosen.index is not None else local_rank
         if index >= torch.cuda.device_count():
             raise LayoutError(
-def background_group() -> dist.ProcessGroup:
-    """All ranks, over gloo: for a thread beside the training, whose messages must not meet those of the step."""
-    return dist.new_group(backend="gloo")
-
-
                 f"rank with local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()} here"
             )
         chosen = torch.device("cuda", index)

@@ -94,6 +94,16 @@ def test_unusable_rows_are_counted_and_named_and_the_rest_is_used(tmp_path: Path
     assert json.loads(json.dumps(report.as_dict()))["unusable"]["not valid JSON"]["count"] == 1
 
 
+def test_a_folder_is_reported_by_its_files_and_what_is_left_aside(tmp_path: Path, write: Any) -> None:
+    (tmp_path / "rows").mkdir()
+    names = [write(f"rows/{number}.jsonl", chat("hi", "ok")) for number in range(12)]
+    (tmp_path / "rows" / "README.md").write_text("x", encoding="utf-8")
+    report = ready(tmp_path, str(tmp_path / "rows")).report
+    assert report.sources == sorted(names) and report.rows_read == 12
+    assert report.summary()[0].startswith(", ".join(sorted(names)[:8]) + " and 4 more: 12 of 12 rows used")
+    assert "README.md" in report.summary()[-1] and len(report.warnings) == 1
+
+
 def test_many_unusable_rows_name_the_first_and_count_all(tmp_path: Path, write: Any) -> None:
     path = write("a.jsonl", chat("hi", "ok"), *["{"] * 50)
     report = ready(tmp_path, path, max_unusable=1.0).report
