@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from meshtune.data.collate import Document
 from meshtune.data.dataset import TokenDataset
+from meshtune.data.packing import DEFAULT_PACKING, PackingOptions
 from meshtune.data.report import DataReport
 from meshtune.data.units import RowUnits, Unit, Units
 from meshtune.errors import DataError
@@ -36,7 +37,15 @@ class Part(Protocol):
 
     def __len__(self) -> int: ...
 
-    def units(self, *, shuffle: bool, seed: int, packing: bool, max_seq_length: int | None) -> Units: ...
+    def units(
+        self,
+        *,
+        shuffle: bool,
+        seed: int,
+        packing: bool,
+        max_seq_length: int | None,
+        options: PackingOptions = DEFAULT_PACKING,
+    ) -> Units: ...
 
 
 @dataclass
@@ -78,9 +87,19 @@ class Joined:
         """Targets per token, 0 to 1."""
         return int(self.supervised_counts.sum()) / max(int(self.lengths.sum()), 1)
 
-    def units(self, *, shuffle: bool, seed: int, packing: bool, max_seq_length: int | None) -> RowUnits:
+    def units(
+        self,
+        *,
+        shuffle: bool,
+        seed: int,
+        packing: bool,
+        max_seq_length: int | None,
+        options: PackingOptions = DEFAULT_PACKING,
+    ) -> RowUnits:
         """Return the rows, or packs of them, in the order of each epoch."""
-        return RowUnits(self, shuffle=shuffle, seed=seed, packing=packing, max_seq_length=max_seq_length)
+        return RowUnits(
+            self, shuffle=shuffle, seed=seed, packing=packing, max_seq_length=max_seq_length, options=options
+        )
 
 
 class Blend:
@@ -104,11 +123,23 @@ class Blend:
         """Targets per token, 0 to 1, likewise."""
         return sum(share * part.supervised_share for share, part in zip(self._shares, self._parts, strict=True))
 
-    def units(self, *, shuffle: bool, seed: int, packing: bool, max_seq_length: int | None) -> BlendedUnits:
+    def units(
+        self,
+        *,
+        shuffle: bool,
+        seed: int,
+        packing: bool,
+        max_seq_length: int | None,
+        options: PackingOptions = DEFAULT_PACKING,
+    ) -> BlendedUnits:
         """Return the units of all sources in the order of each epoch, each source shuffled by a seed of its own."""
         found = [
             part.units(
-                shuffle=shuffle, seed=seed + number * _SEEDS_APART, packing=packing, max_seq_length=max_seq_length
+                shuffle=shuffle,
+                seed=seed + number * _SEEDS_APART,
+                packing=packing,
+                max_seq_length=max_seq_length,
+                options=options,
             )
             for number, part in enumerate(self._parts)
         ]

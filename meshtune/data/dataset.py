@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from meshtune.data.packing import DEFAULT_PACKING, PackingOptions
 from meshtune.data.report import DataReport
 from meshtune.data.units import RowUnits
 
@@ -47,9 +48,19 @@ class TokenDataset:
         """Targets per token, 0 to 1."""
         return int(self.supervised_counts.sum()) / max(int(self.lengths.sum()), 1)
 
-    def units(self, *, shuffle: bool, seed: int, packing: bool, max_seq_length: int | None) -> RowUnits:
+    def units(
+        self,
+        *,
+        shuffle: bool,
+        seed: int,
+        packing: bool,
+        max_seq_length: int | None,
+        options: PackingOptions = DEFAULT_PACKING,
+    ) -> RowUnits:
         """Return the rows, or packs of them, in the order of each epoch."""
-        return RowUnits(self, shuffle=shuffle, seed=seed, packing=packing, max_seq_length=max_seq_length)
+        return RowUnits(
+            self, shuffle=shuffle, seed=seed, packing=packing, max_seq_length=max_seq_length, options=options
+        )
 
     def _count_targets(self) -> NDArray[np.int64]:
         starts = self._offsets[:-1]

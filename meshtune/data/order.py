@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from meshtune.data.collate import Document
+from meshtune.data.packing import DEFAULT_PACKING, PackingOptions
 from meshtune.data.units import Unit, Units, permutation
 from meshtune.errors import DataError
 
@@ -14,7 +15,15 @@ __all__ = ["Corpus", "GlobalOrder", "Unit", "permutation"]
 class Corpus(Protocol):
     """Data that is tokens: it says what its units are."""
 
-    def units(self, *, shuffle: bool, seed: int, packing: bool, max_seq_length: int | None) -> Units:
+    def units(
+        self,
+        *,
+        shuffle: bool,
+        seed: int,
+        packing: bool,
+        max_seq_length: int | None,
+        options: PackingOptions = DEFAULT_PACKING,
+    ) -> Units:
         """Return the units in the order of each epoch. Raises DataError where the settings cannot be had."""
         ...
 
@@ -34,12 +43,15 @@ class GlobalOrder:
         packing: bool = False,
         max_seq_length: int | None = None,
         drop_last: bool = False,
+        options: PackingOptions = DEFAULT_PACKING,
     ) -> None:
         """Raises DataError if `drop_last` would leave no batch at all, or packing is asked for without a
         capacity.
         """
         self.global_batch_size, self.packing = global_batch_size, packing
-        self._units = dataset.units(shuffle=shuffle, seed=seed, packing=packing, max_seq_length=max_seq_length)
+        self._units = dataset.units(
+            shuffle=shuffle, seed=seed, packing=packing, max_seq_length=max_seq_length, options=options
+        )
         self.units = len(self._units)
         if drop_last and self.units < global_batch_size:
             raise DataError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -14,7 +14,12 @@ from meshtune.data.shapes import columns_of_format
 from meshtune.data.sources import is_hub_id
 from meshtune.data.token_paths import is_token_path
 
+if TYPE_CHECKING:
+    from meshtune.data.packing import PackingOptions
+
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "tokens", "text"]
+TrainOn = Literal["all", "last"]
+Reasoning = Literal["template", "keep"]
 Overlong = Literal["truncate", "drop", "split", "error"]
 TokenDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
@@ -75,6 +80,16 @@ class DataSection(Section):
         description="`file.py:function`, your own: it takes a row's columns as a dict and returns a dict, a list of dicts, or "
         "None to leave the row out. It runs before `columns` and `format` look at the row.",
     )
+    train_on: TrainOn | None = Field(
+        default=None,
+        description="Assistant turns to learn in conversations: `all` (the default), or the `last` one of a row. `weight: 0` or "
+        "`train: false` on a message, `weight: 0` on a content part, and a column `train_on_turns` of 0 and 1 take away more.",
+    )
+    reasoning: Reasoning | None = Field(
+        default=None,
+        description="Reasoning of earlier turns in conversations: as the chat `template` shows it (the default), or `keep`: in "
+        "the text and learnt, though the template strips it.",
+    )
     max_unusable: float = Field(
         default=0.5,
         ge=0,
@@ -91,6 +106,13 @@ class DataSection(Section):
     packing: bool = Field(
         default=False,
         description="Pack rows, isolated from each other, up to max_seq_length; no padding is computed.",
+    )
+    packing_window: int | Literal["all"] | None = Field(
+        default=None,
+        description="How many rows of the order are packed together: a number, or `all` (default: 4096, or enough for 64 packs).",
+    )
+    max_documents_per_pack: int | None = Field(
+        default=None, gt=0, description="The most rows that a pack may hold (default: as many as fit)."
     )
     max_seq_length: int | None = Field(
         default=None,
@@ -116,6 +138,11 @@ class DataSection(Section):
     )
 
     @property
+    def has_sources_of_their_own(self) -> bool:
+        """Whether some source of the training data may have a format of its own."""
+        return any(isinstance(path, SourceSection) for path in as_list(self.train_path))
+
+    @property
     def validation_sets(self) -> dict[str, str | list[str]]:
         """The paths of each validation set by its name; one set alone has the name ""."""
         if self.validation_path is None:
@@ -132,6 +159,13 @@ class DataSection(Section):
                     yield key, "is empty; name a file, a list of files or a hub id"
         if self.validation_path == {}:
             yield "validation_path", "names no set; write {name: path}, a path, or leave it out"
+        for key in ("train_on", "reasoning"):
+            if (
+                getattr(self, key) is not None
+                and self.format in ("text", "tokens")
+                and not self.has_sources_of_their_own
+            ):
+                yield key, f"has no effect: rows of format `{self.format}` have no assistant turns"
         for name in self.validation_sets:
             if name and not _SET_NAME.fullmatch(name):
                 yield (
@@ -142,6 +176,27 @@ class DataSection(Section):
         yield from self._column_problems()
         yield from self._token_file_problems()
         yield from self._source_problems()
+        if isinstance(self.packing_window, int) and self.packing_window < 1:
+            yield "packing_window", f"is {self.packing_window}; write how many rows are packed together, or `all`"
+        for key in ("packing_window", "max_documents_per_pack"):
+            if getattr(self, key) is not None and not self.packing:
+                yield key, "has no effect without `packing: true`"
+            elif getattr(self, key) is not None and self._only_token_files:
+                yield (
+                    key,
+                    f"has no effect on {self.token_paths[0]}: token files are cut into sequences, which are all full",
+                )
+
+    @property
+    def packing_options(self) -> PackingOptions:
+        """How rows are packed."""
+        from meshtune.data.packing import PackingOptions
+
+        return PackingOptions(self.packing_window, self.max_documents_per_pack)
+
+    @property
+    def _only_token_files(self) -> bool:
+        return all(map(is_token_path, as_list(self.train_path)))
 
     @property
     def token_paths(self) -> list[str]:
@@ -184,7 +239,7 @@ class DataSection(Section):
             if getattr(self, key) is not None and not self.token_paths:
                 yield key, "has no effect: no path names a token file (.bin)"
         for key in ("format", "columns", "row_function"):
-            if getattr(self, key) not in (None, "auto") and all(map(is_token_path, as_list(self.train_path))):
+            if getattr(self, key) not in (None, "auto") and self._only_token_files:
                 yield key, f"has no effect: {self.token_paths[0]} names token files, which have no rows"
         if self.token_paths and self.overlong in ("drop", "error"):
             yield (

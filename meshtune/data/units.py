@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshtune.data.collate import Document
-from meshtune.data.packing import pack, pack_statistics
+from meshtune.data.packing import DEFAULT_PACKING, PackingOptions, pack, pack_statistics
 from meshtune.errors import DataError
 
 Unit = list[int]
@@ -56,11 +56,18 @@ class RowUnits:
     """
 
     def __init__(
-        self, dataset: Documents, *, shuffle: bool, seed: int, packing: bool, max_seq_length: int | None
+        self,
+        dataset: Documents,
+        *,
+        shuffle: bool,
+        seed: int,
+        packing: bool,
+        max_seq_length: int | None,
+        options: PackingOptions = DEFAULT_PACKING,
     ) -> None:
         """Raises DataError if packing is asked for without a capacity, or a document is longer than it."""
         self._dataset, self._shuffle, self._seed = dataset, shuffle, seed
-        self._capacity = max_seq_length or 0
+        self._capacity, self._options = max_seq_length or 0, options
         self._packs = self._form_packs(max_seq_length) if packing else None
         self._permuted: tuple[int, NDArray[np.int64]] | None = None
 
@@ -90,7 +97,7 @@ class RowUnits:
             raise DataError("packing needs max_seq_length, the number of tokens that a pack holds")
         count = len(self._dataset)
         order = permutation(count, self._seed, 0) if self._shuffle else np.arange(count)
-        return pack(self._dataset.lengths, capacity, order)
+        return pack(self._dataset.lengths, capacity, order, self._options)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         if self._permuted is None or self._permuted[0] != epoch:

@@ -126,6 +126,7 @@ def _validator(setup: Setup, parallel: Parallel) -> Any:
             shuffle=False,
             packing=setup.recipe.data.packing,
             max_seq_length=setup.plan.max_seq_length,
+            options=setup.recipe.data.packing_options,
         )
         for name, data in setup.validation_data.items()
     }

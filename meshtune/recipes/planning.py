@@ -148,6 +148,7 @@ def course(plan: Plan, data: Tokens) -> Course:
         packing=section.packing,
         max_seq_length=plan.max_seq_length,
         drop_last=section.drop_last,
+        options=section.packing_options,
     )
     total_steps = recipe.training.total_steps(order.batches_per_epoch)
     return Course(order, total_steps, recipe.lr_scheduler.build(total_steps))

@@ -213,7 +213,10 @@ def test_what_is_wrong_with_a_source_is_said_at_its_place(tmp_path: Path, write:
     a = write("a.jsonl", *texts(2))
     cases: list[tuple[list[Any], str]] = [
         ([{"path": a, "weight": 1}, a], "train_path[1]: has no weight, but another source has one"),
-        ([{"path": a, "weight": 0}, {"path": a, "weight": 1}], "train_path[0].weight: found 0; wanted a value greater than 0"),
+        (
+            [{"path": a, "weight": 0}, {"path": a, "weight": 1}],
+            "train_path[0].weight: found 0; wanted a value greater than 0",
+        ),
         ([{"path": a, "split": "train"}], "train_path[0].split: has no effect"),
         ([{"path": a, "wait": 1}], "train_path[0].wait"),
         ([{"weight": 1}], "train_path[0].path: required"),
@@ -223,6 +226,17 @@ def test_what_is_wrong_with_a_source_is_said_at_its_place(tmp_path: Path, write:
     for paths, message in cases:
         with pytest.raises(RecipeError, match=re.escape(message)):
             from_mapping(DataSection, {"train_path": paths})
+
+
+def test_options_of_packing_have_an_effect_or_are_refused(tmp_path: Path, write: Any) -> None:
+    rows, tokens = write("a.jsonl", *texts(2)), write_megatron(tmp_path / "b.bin", [[1, 2, 3]])
+    for key, value in (("packing_window", "all"), ("packing_window", 100), ("max_documents_per_pack", 4)):
+        section = from_mapping(DataSection, {"train_path": rows, "packing": True, key: value})
+        assert value in (section.packing_options.window, section.packing_options.max_documents)
+        with pytest.raises(RecipeError, match=f"{key}: has no effect without `packing: true`"):
+            from_mapping(DataSection, {"train_path": rows, key: value})
+        with pytest.raises(RecipeError, match=f"{key}: has no effect on .*b.bin"):
+            from_mapping(DataSection, {"train_path": tokens, "packing": True, key: value})
 
 
 def test_a_preview_shows_each_source(tmp_path: Path, write: Any) -> None:

@@ -18,7 +18,7 @@ from meshtune.data.dataset import TokenDataset
 from meshtune.data.encoding import Encoded
 from meshtune.data.loader import Loader, validation_batches
 from meshtune.data.order import GlobalOrder, permutation
-from meshtune.data.packing import pack
+from meshtune.data.packing import PackingOptions, pack
 from meshtune.data.padding import pad_to
 from meshtune.data.report import DataReport
 from meshtune.data.store import Writer
@@ -93,8 +93,36 @@ def test_a_document_longer_than_a_pack_is_an_error() -> None:
 
 def test_packing_stays_near_linear() -> None:
     lengths = np.random.default_rng(0).integers(2, 2048, 100_000)
-    packs = pack(lengths, 2048, np.arange(len(lengths)))
+    packs = pack(lengths, 2048, np.arange(len(lengths)), PackingOptions("all"))
     assert sum(map(len, packs)) == len(lengths) and lengths.sum() / (len(packs) * 2048) > 0.98
+
+
+def test_a_pack_reaches_no_further_than_its_window_and_holds_no_more_documents_than_it_may() -> None:
+    """Whatever the options, nothing is lost or overfilled; a window of all is at least as tight as any other."""
+    rng = random.Random(2)
+    for _ in range(40):
+        lengths = [rng.randint(2, 50) for _ in range(rng.randint(1, 200))]
+        order = rng.sample(range(len(lengths)), len(lengths))
+        place = {index: at for at, index in enumerate(order)}
+        for options in (PackingOptions(7), PackingOptions("all"), PackingOptions(None, 2), PackingOptions(9, 3)):
+            packs = pack(lengths, 50, order, options)
+            assert sorted(index for members in packs for index in members) == list(range(len(lengths)))
+            assert all(sum(lengths[index] for index in members) <= 50 for members in packs)
+            assert all(len(members) <= (options.max_documents or len(lengths)) for members in packs)
+            if isinstance(options.window, int):
+                assert all(len({place[index] // options.window for index in members}) == 1 for members in packs)
+    lengths = np.random.default_rng(0).integers(2, 100, 3000)
+    sizes = [len(pack(lengths, 128, np.arange(3000), PackingOptions(window))) for window in (10, 100, 1000, "all")]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+
+
+@pytest.mark.parametrize("capacity", [1024, 2048, 8192])
+@pytest.mark.parametrize("median", [250, 500])
+def test_packs_of_chat_rows_are_98_percent_full(capacity: int, median: int) -> None:
+    """Lengths of conversations are about lognormal: many short ones, a long tail that is cut off."""
+    lengths = np.random.default_rng(1).lognormal(np.log(median), 0.8, 20_000).astype(int).clip(8, capacity)
+    packs = pack(lengths, capacity, np.random.default_rng(2).permutation(20_000))
+    assert lengths.sum() / (len(packs) * capacity) >= 0.98
 
 
 def test_statistics_say_how_full_packs_are(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ def write_raw(path: Path, ids: Sequence[int] | np.ndarray, dtype: str = "uint16"
     return str(path)
 
 
-def write_llmc(path: Path, ids: Sequence[int], magic: int = 20240520, version: int = 1, count: int | None = None) -> str:
+def write_llmc(
+    path: Path, ids: Sequence[int], magic: int = 20240520, version: int = 1, count: int | None = None
+) -> str:
     """llm.c's: 256 int32, then the ids."""
     header = np.zeros(256, dtype="<i4")
     header[:3] = magic, version, len(ids) if count is None else count
