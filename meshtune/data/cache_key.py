@@ -25,6 +25,8 @@ def cache_key(section: DataSection, sources: Sequence[Source], tokenizer: Any, m
         "sources": [(source.name, source.digest()) for source in sources],
         "format": section.format,
         "overlong": section.overlong,
+        "train_on": section.train_on or "all",
+        "reasoning": section.reasoning or "template",
         "max_seq_length": max_seq_length,
         "tokenizer": _tokenizer_digest(tokenizer),
     }

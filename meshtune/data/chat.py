@@ -4,37 +4,43 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshtune.data.encoding import Encoded, Flags, check_unicode, columns_of, or_problem
-from meshtune.data.formats import Message, conversation
+from meshtune.data.formats import conversation
+from meshtune.data.reasoning import Edit, applied, left_out, moved, restored, spoken
 from meshtune.data.rendered import Rendered, Span
 from meshtune.data.rows import Row, RowProblem
+from meshtune.data.selection import TrainOn, part_span, select, without
 from meshtune.data.template import ChatTemplate
-from meshtune.data.turns import TurnSpans
+from meshtune.data.turns import Turn, TurnSpans
 from meshtune.errors import DataError
 
+Reasoning = Literal["template", "keep"]
 RenderedRow = tuple[str, list[Span], bool]  # the text, its supervised spans, whether anyone but assistants speaks
 
 
 class ChatEncoder:
     """`messages` rows: the model's chat template, tokenised once, with every assistant turn supervised.
 
+    `train_on`: `all` assistant turns, or the `last` alone; flags of rows take away from either. `reasoning`: what
+    the `template` shows of it, or `keep` that of every turn.
+
     A token is supervised if any of its characters is, so that a token that holds the border between header
     and answer is learnt. Raises DataError where the tokenizer has no template, or cannot say where its tokens
     stand in the text.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, train_on: TrainOn = "all", reasoning: Reasoning = "template") -> None:
         if not tokenizer.is_fast:
             raise DataError(
                 f"the tokenizer {type(tokenizer).__name__} gives no character offsets, without which "
                 "the label mask of `messages` cannot be exact: use a fast tokenizer (with tokenizer.json)"
             )
-        self._tokenizer = tokenizer
+        self._tokenizer, self._train_on, self._reasoning = tokenizer, train_on, reasoning
         self._template = ChatTemplate(tokenizer)
         self._turns = TurnSpans()
         self._greedy = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.lstrip or t.rstrip}
@@ -47,7 +53,10 @@ class ChatEncoder:
         return [item if isinstance(item, RowProblem) else self._encoded(item, *next(tokens)) for item in rendered]
 
     def warnings(self) -> list[str]:
-        """Return a warning if no supervised token is the tokenizer's end of sequence."""
+        """Return what the template did that a user may not expect: no end of sequence, reasoning left out."""
+        return [*self._of_the_end(), *self._of_reasoning()]
+
+    def _of_the_end(self) -> list[str]:
         eos = self._tokenizer.eos_token
         last_tokens = Counter({token: count for (what, token), count in self.seen.items() if what == "last"})
         if eos is None or self.seen["eos", 0] or not last_tokens:
@@ -58,13 +67,31 @@ class ChatEncoder:
             f"(most turns end with {usual!r}): generation must stop on what the template writes"
         ]
 
+    def _of_reasoning(self) -> list[str]:
+        count = self.seen["reasoning left out", 0]
+        if not count:
+            return []
+        return [f"the chat template leaves out the reasoning of {count:,} turns; `data.reasoning: keep` keeps it"]
+
     def _render(self, row: Row) -> RenderedRow:
-        asked = conversation(columns_of(row))
+        columns = columns_of(row)
+        asked, selection = select(given := conversation(columns), columns, self._train_on)
         accepted, text = self._template.accepted(asked)
         check_unicode(text)
         rendered = Rendered(self._template, accepted, text)
-        spans = [s for turn in self._turns.find(rendered) for s in turn.spans if _learnt(rendered.messages[turn.index])]
-        return text, spans, len(rendered.turns) < len(rendered.messages)
+        turns = self._turns.find(rendered)
+        silent = [part_span(rendered, given, *part) for part in selection.parts_left_out]
+        edits = self._reasoning_put_back(rendered, turns)
+        spans = [s for turn in turns if turn.index in selection.messages for s in spoken(turn, edits)]
+        spans = without(spans, [moved(span, edits) for span in silent])
+        return applied(text, edits), spans, len(rendered.turns) < len(rendered.messages)
+
+    def _reasoning_put_back(self, rendered: Rendered, turns: list[Turn]) -> list[Edit]:
+        silent = left_out(rendered, turns)
+        if self._reasoning == "template":
+            self.seen["reasoning left out", 0] += len(silent)
+            return []
+        return [restored(self._turns, rendered, turn) for turn in silent]
 
     def _tokenize(self, texts: list[str]) -> list[tuple[list[int], list[Span]]]:
         """Return, for each text, its token ids and their [start, end) in characters."""
@@ -103,10 +130,6 @@ class ChatEncoder:
                 if at >= 0:
                     array[position] = at, at + len(self._greedy[ids[position]])
         return array
-
-
-def _learnt(message: Message) -> bool:
-    return message.get("weight") != 0
 
 
 def supervised_tokens(offsets: NDArray[np.int64], spans: Sequence[Span]) -> Flags:

@@ -14,6 +14,7 @@ from meshtune.data.rows import Row, RowProblem, UnusableRow
 from meshtune.data.shapes import CONVERSATIONAL, shapes_of
 from meshtune.data.text import TextEncoder
 from meshtune.data.tokens import TokensEncoder
+from meshtune.errors import DataError
 
 if TYPE_CHECKING:
     from meshtune.data.section import DataSection
@@ -26,13 +27,25 @@ def encoder(section: DataSection, row_format: str, tokenizer: Any) -> Encoder:
 
     Raises DataError where the tokenizer cannot serve it.
     """
+    _check_settings_of_turns(section, row_format, tokenizer)
     if row_format == "text":
         return TextEncoder(tokenizer)
     if row_format == "tokens":
         return TokensEncoder(tokenizer)
     if row_format in _PAIRS and not tokenizer.chat_template:
         return PairEncoder(tokenizer, row_format)
-    return ConversationEncoder(ChatEncoder(tokenizer), row_format, any_other=section.format == "auto")
+    chat = ChatEncoder(tokenizer, section.train_on or "all", section.reasoning or "template")
+    return ConversationEncoder(chat, row_format, any_other=section.format == "auto")
+
+
+def _check_settings_of_turns(section: DataSection, row_format: str, tokenizer: Any) -> None:
+    if row_format in CONVERSATIONAL and (row_format not in _PAIRS or tokenizer.chat_template):
+        return
+    if section.has_sources_of_their_own:
+        return
+    for key in ("train_on", "reasoning"):
+        if getattr(section, key) is not None:
+            raise DataError(f"data.{key} has no effect: rows of `{row_format}` have no assistant turns here")
 
 
 class ConversationEncoder:

@@ -140,7 +140,7 @@ class DataSection(Section):
     @property
     def has_sources_of_their_own(self) -> bool:
         """Whether some source of the training data may have a format of its own."""
-        return any(isinstance(path, SourceSection) for path in as_list(self.train_path))
+        return any(isinstance(item, SourceSection) for item in self.train_path)
 
     @property
     def validation_sets(self) -> dict[str, str | list[str]]:

@@ -178,6 +178,8 @@ def test_the_cache_is_used_and_notices_every_change(
         {"tokenizer": more_tokens},
         {"longest": 8},
         {"overlong": "split"},
+        {"train_on": "last"},
+        {"reasoning": "keep"},
     ]
     for count, change in enumerate(changes, start=2):
         again(**change)
