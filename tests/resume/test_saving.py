@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import AutoModelForCausalLM
 
 from meshtune.checkpoint import folder
@@ -26,7 +22,8 @@ from meshtune.checkpoint.state import model_state
 from meshtune.errors import CheckpointError
 from tests.ranks import Ranks
 from tests.resume.conftest import Bench
-from tests.resume.runs import Outcome, checkpoint, lines, tensors, train
+from tests.resume.faults import train_on_a_full_disk
+from tests.resume.runs import checkpoint, lines, tensors
 
 # --- what is in a checkpoint ----------------------------------------------------------------------------------------
 
@@ -155,30 +152,6 @@ def test_names_of_compiled_blocks() -> None:
 
 
 # --- a disk that is full --------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def full_disk_for(rank: int, path_part: str) -> Iterator[None]:
-    """Writing a file whose path holds `path_part` fails on one rank as on a full disk."""
-    original = FileSystem.create_stream
-
-    @contextmanager
-    def create_stream(self: FileSystem, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        if dist.get_rank() == rank and path_part in str(path) and "w" in mode:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        with original(self, path, mode) as stream:
-            yield stream
-
-    FileSystem.create_stream = create_stream  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        FileSystem.create_stream = original  # type: ignore[method-assign]
-
-
-def train_on_a_full_disk(recipe: dict[str, Any], cache: str, rank: int, path_part: str) -> Outcome:
-    with full_disk_for(rank, path_part):
-        return train(recipe, cache)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
