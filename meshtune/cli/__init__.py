@@ -11,6 +11,7 @@ from meshtune.cli.explain import explain
 from meshtune.cli.export import export
 from meshtune.cli.init import init
 from meshtune.cli.outcome import leave
+from meshtune.cli.prepare import prepare
 from meshtune.cli.schema import schema
 from meshtune.cli.train import train
 from meshtune.cli.verify import verify
@@ -22,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, check, explain, verify, export, init, schema):
+for command in (train, check, prepare, explain, verify, export, init, schema):
     app.command()(command)
 
 

@@ -29,6 +29,10 @@ _FREE = (
     "data.train_path",
     "data.validation_path",
     "data.validation_split",
+    "data.columns",
+    "data.row_function",
+    "data.max_unusable",
+    "data.num_workers",
     "model.attention",
     "model.tokenizer",
 )

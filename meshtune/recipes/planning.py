@@ -42,7 +42,7 @@ class Plan:
     @property
     def vocabulary(self) -> int:
         """How many token ids the model has an embedding for."""
-        return int(self.source.config.get_text_config(decoder=True).vocab_size)
+        return vocabulary_of(self.source)
 
     @property
     def context(self) -> tuple[int, str] | None:
@@ -66,7 +66,7 @@ def plan(recipe: Recipe, world_size: int, device_type: str = "cpu") -> Plan:
     _check_pipeline(recipe, layout, sizes)
     source = resolve(recipe.model)
     layout.check(source.facts())
-    length = _max_seq_length(recipe, source.max_positions)
+    length = resolved_length(recipe, source)
     return Plan(with_folder(recipe), layout, sizes, source, load_tokenizer(recipe.model), length)
 
 
@@ -97,7 +97,14 @@ def _check_pipeline(recipe: Recipe, layout: Layout, sizes: BatchSizes) -> None:
         raise RecipeError(misfits)
 
 
-def _max_seq_length(recipe: Recipe, positions: int | None) -> int:
+def vocabulary_of(source: Source) -> int:
+    """How many token ids a model has an embedding for."""
+    return int(source.config.get_text_config(decoder=True).vocab_size)
+
+
+def resolved_length(recipe: Recipe, source: Source) -> int:
+    """The longest row in tokens: as asked, else what the model's positions allow. Raises RecipeError for more than those."""
+    positions = source.max_positions
     wanted = recipe.data.max_seq_length
     if wanted is None:
         return min(positions or _DEFAULT_SEQUENCE, _DEFAULT_SEQUENCE)

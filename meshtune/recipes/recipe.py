@@ -10,6 +10,7 @@ from pydantic import Field
 from meshtune.checkpoint import CheckpointSection
 from meshtune.config import Section
 from meshtune.data.section import DataSection
+from meshtune.data.shapes import CONVERSATIONAL
 from meshtune.layout.section import DistributedSection
 from meshtune.models.section import ModelSection
 from meshtune.observe.section import LoggingSection
@@ -56,8 +57,8 @@ class Recipe(Section):
                 "training.precision",
                 f"fp32 cannot be computed with weights held in {self.model.dtype}; use `model.dtype: auto` or float32",
             )
-        if self.recipe == "pretrain" and self.data.format == "messages":
-            yield "data.format", "`messages` belongs to `recipe: sft`; pretraining reads `text`"
+        if self.recipe == "pretrain" and self.data.format in CONVERSATIONAL:
+            yield "data.format", f"`{self.data.format}` belongs to `recipe: sft`; pretraining reads `text` or `tokens`"
         if self.recipe != "pretrain" and self.data.token_paths:
             yield (
                 "data.train_path",
