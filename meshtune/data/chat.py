@@ -9,13 +9,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from meshtune.data.encoding import Encoded, Flags, check_unicode, columns_of, or_problem
-from meshtune.data.formats import conversation
+from meshtune.data.encoding import Encoded, Flags, Tokens, check_unicode, columns_of, or_problem
+from meshtune.data.formats import Conversation, conversation
+from meshtune.data.glue import Glue, is_plain
 from meshtune.data.reasoning import Edit, applied, left_out, moved, restored, spoken
 from meshtune.data.rendered import Rendered, Span
 from meshtune.data.rows import Row, RowProblem
 from meshtune.data.selection import TrainOn, part_span, select, without
-from meshtune.data.template import ChatTemplate
+from meshtune.data.template import ChatTemplate, attempt
+from meshtune.data.token_bytes import TokenBytes
 from meshtune.data.turns import Turn, TurnSpans
 from meshtune.errors import DataError
 
@@ -43,6 +45,8 @@ class ChatEncoder:
         self._tokenizer, self._train_on, self._reasoning = tokenizer, train_on, reasoning
         self._template = ChatTemplate(tokenizer)
         self._turns = TurnSpans()
+        self._glue = Glue(self._template)
+        self._bytes = TokenBytes(tokenizer.backend_tokenizer)
         self._greedy = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.lstrip or t.rstrip}
         self.seen: Counter[Any] = Counter()
 
@@ -50,7 +54,7 @@ class ChatEncoder:
         """Return each row's tokens, or why it has none."""
         rendered = [or_problem(self._render, row) for row in rows]
         tokens = iter(self._tokenize([item[0] for item in rendered if not isinstance(item, RowProblem)]))
-        return [item if isinstance(item, RowProblem) else self._encoded(item, *next(tokens)) for item in rendered]
+        return [item if isinstance(item, RowProblem) else self._encoded(item, next(tokens)) for item in rendered]
 
     def warnings(self) -> list[str]:
         """Return what the template did that a user may not expect: no end of sequence, reasoning left out."""
@@ -76,15 +80,25 @@ class ChatEncoder:
     def _render(self, row: Row) -> RenderedRow:
         columns = columns_of(row)
         asked, selection = select(given := conversation(columns), columns, self._train_on)
-        accepted, text = self._template.accepted(asked)
-        check_unicode(text)
+        accepted, text, turns = self._aligned(asked)
         rendered = Rendered(self._template, accepted, text)
-        turns = self._turns.find(rendered)
         silent = [part_span(rendered, given, *part) for part in selection.parts_left_out]
         edits = self._reasoning_put_back(rendered, turns)
         spans = [s for turn in turns if turn.index in selection.messages for s in spoken(turn, edits)]
         spans = without(spans, [moved(span, edits) for span in silent])
         return applied(text, edits), spans, len(rendered.turns) < len(rendered.messages)
+
+    def _aligned(self, asked: Conversation) -> tuple[Conversation, str, list[Turn]]:
+        text = attempt(self._template.render, asked.messages, asked.tools) if is_plain(asked) else None
+        turns = self._glue.turns(asked, text) if text is not None else None
+        if text is not None and turns is not None:
+            check_unicode(text)
+            return asked, text, turns
+        accepted, text = self._template.accepted(asked, text)
+        check_unicode(text)
+        turns = self._turns.find(Rendered(self._template, accepted, text))
+        self._glue.learn(accepted, text, turns)
+        return accepted, text, turns
 
     def _reasoning_put_back(self, rendered: Rendered, turns: list[Turn]) -> list[Edit]:
         silent = left_out(rendered, turns)
@@ -93,30 +107,35 @@ class ChatEncoder:
             return []
         return [restored(self._turns, rendered, turn) for turn in silent]
 
-    def _tokenize(self, texts: list[str]) -> list[tuple[list[int], list[Span]]]:
-        """Return, for each text, its token ids and their [start, end) in characters."""
-        if not texts:
-            return []
-        tokens = self._tokenizer(
-            texts,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            verbose=False,
-        )
-        return list(zip(tokens["input_ids"], tokens["offset_mapping"], strict=True))
+    def _tokenize(self, texts: list[str]) -> list[Any]:
+        """Return the tokenizer's own encoding of each text, special tokens and limits left to the template."""
+        backend = self._tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = bool(getattr(self._tokenizer, "split_special_tokens", False))
+        encode = backend.encode_batch_fast if self._bytes.known else backend.encode_batch
+        return list(encode(texts, add_special_tokens=False))
 
-    def _encoded(self, row: RenderedRow, ids: list[int], offsets: list[Span]) -> Encoded | RowProblem:
+    def _encoded(self, row: RenderedRow, tokens: Any) -> Encoded | RowProblem:
         text, spans, has_prompt = row
-        input_ids = np.asarray(ids, dtype=np.int32)
-        supervised = supervised_tokens(self._without_greed(text, ids, offsets), spans)
-        if not supervised.any():
+        input_ids = np.asarray(tokens.ids, dtype=np.int32)
+        supervised = self._supervised(text, spans, input_ids, tokens)
+        count = np.count_nonzero(supervised)
+        if not count:
             return RowProblem("no supervised token")
-        if has_prompt and supervised.all():
+        if has_prompt and count == len(supervised):
             return RowProblem("the label mask covers the whole row, its prompt too")
-        self.seen["last", int(input_ids[supervised][-1])] += 1
+        self.seen["last", int(input_ids[np.flatnonzero(supervised)[-1]])] += 1
         self.seen["eos", 0] += int((input_ids[supervised] == self._tokenizer.eos_token_id).any())
         return Encoded(input_ids, supervised)
+
+    def _supervised(self, text: str, spans: list[Span], input_ids: Tokens, tokens: Any) -> Flags:
+        flags = self._bytes.supervised(text, input_ids, spans) if self._bytes.known else None
+        if flags is not None:
+            return flags
+        if self._bytes.known:
+            tokens = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        return supervised_tokens(self._without_greed(text, tokens.ids, tokens.offsets), spans)
 
     def _without_greed(self, text: str, ids: list[int], offsets: list[Span]) -> NDArray[np.int64]:
         """Return offsets [T, 2] in which a special token that swallows white space around it covers its own

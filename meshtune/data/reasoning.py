@@ -113,16 +113,12 @@ def _edit(rendered: Rendered, turn: Turn, text: str, shown: Turn, body: str) -> 
     The generation prompt may open the reasoning (`<think>`), and history may show less of it: both texts are cut
     where the same amount of it has been written.
     """
-    header = rendered.template.header
-    here, there = _written(header, rendered.text, turn.start), _written(header, text, shown.start)
+    written = rendered.template.written
+    here, there = written(rendered.text, turn.start), written(text, shown.start)
     start, begin = turn.start - max(0, here - there), shown.start - max(0, there - here)
     old = rendered.text[turn.start : turn.end]
     end = turn.start + len(rendered.template.without_terminators(old))
     return Edit(turn.index, start, end, text[begin : shown.start] + body, shown.start - begin)
-
-
-def _written(header: str, text: str, at: int) -> int:
-    return next((n for n in range(len(header), 0, -1) if text.endswith(header[:n], 0, at)), 0)
 
 
 def _forms(message: Message) -> Iterator[Message]:

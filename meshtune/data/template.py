@@ -45,18 +45,19 @@ class ChatTemplate:
         except Exception as error:  # a template may raise anything: its own refusals, type and key errors
             raise UnusableRow("the chat template refuses the row", f"{type(error).__name__}: {error}") from error
 
-    def accepted(self, conversation: Conversation) -> tuple[Conversation, str]:
+    def accepted(self, conversation: Conversation, rendered: str | None = None) -> tuple[Conversation, str]:
         """Return the first equivalent shape of a conversation that the template renders in full, and the
         text.
 
         Templates differ in whether tool-call arguments are objects or JSON strings, and in whether content is
-        a string or a list of parts; rows do, too. Raises UnusableRow with the complaint about the row's own
-        shape.
+        a string or a list of parts; rows do, too. `rendered` is the text of the row's own shape, if it is known.
+        Raises UnusableRow with the complaint about the row's own shape.
         """
         complaints = []
         for shape in _shapes(conversation):
+            rendered = rendered if not complaints else None
             try:
-                text = self.render(shape.messages, shape.tools)
+                text = self.render(shape.messages, shape.tools) if rendered is None else rendered
                 _check_shown(shape.messages, text)
                 return shape, text
             except UnusableRow as complaint:
@@ -82,6 +83,11 @@ class ChatTemplate:
         if stop >= 0 and not self.without_terminators(tail[token.end() : stop]):
             return stop + len(self._stop)
         return token.end()
+
+    def written(self, text: str, at: int) -> int:
+        """Return how many characters of the generation prompt's header stand in the text right before `at`."""
+        header = self.header
+        return next((n for n in range(len(header), 0, -1) if text.endswith(header[:n], 0, at)), 0)
 
     def closed(self, turn: str) -> int:
         """Return the end of a turn whose text runs on into the next header: after its end of sequence, if that is

@@ -16,6 +16,7 @@ from meshtune.data.affixes import common_prefix, common_suffix
 from meshtune.data.alignment import content_spans
 from meshtune.data.calls import check_calls_shown, check_results_apart, content_after, results_after, results_region
 from meshtune.data.rendered import Rendered, Span
+from meshtune.data.template import ChatTemplate
 
 _WINDOW = 64
 _LESSONS = 3
@@ -106,7 +107,9 @@ class TurnSpans:
         pattern = self._openings.get(kind)
         seen = pattern.outside + pattern.inside if pattern is not None and pattern.trusted else None
         if pattern is not None and seen is not None and text.endswith(seen, floor, content):
-            return content - len(pattern.inside)
+            start = content - len(pattern.inside)
+            if pattern.inside or not text.startswith(rest_of_prompt(rendered.template, text, start), start):
+                return start
         start = max(floor, _exact_opening(rendered, turn, floor, content))
         if start > content:
             self._openings[kind] = _Pattern("", "", constant=False)
@@ -126,6 +129,13 @@ class TurnSpans:
         shared = after if pattern is None else after[: common_prefix(pattern.outside, after)]
         self._endings[kind] = _learnt(pattern, text[content:end], shared)
         return end
+
+
+def rest_of_prompt(template: ChatTemplate, text: str, at: int) -> str:
+    """Return what of the generation prompt does not stand before `at`: a turn that begins with it begins later. A mark
+    that no text holds where there is nothing left of it.
+    """
+    return template.header[template.written(text, at) :] or "\0"
 
 
 def _learnt(pattern: _Pattern | None, inside: str, outside: str) -> _Pattern:

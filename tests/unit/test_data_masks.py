@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshtune.data import alignment, turns
+from meshtune.data import alignment, glue, turns
 from meshtune.data.chat import ChatEncoder, supervised_tokens
 from meshtune.data.encoding import Encoded
 from meshtune.data.rows import Row, RowProblem
@@ -294,6 +294,7 @@ def test_short_cuts_agree_with_the_exact_way(template: str, monkeypatch: pytest.
     tokenizer = kit.byte_level(template, eos="</s>")
     quick = encode(tokenizer, *rows)
     monkeypatch.setattr(turns, "_LESSONS", 10**9)
+    monkeypatch.setattr(glue, "LESSONS", 10**9)
     monkeypatch.setattr(alignment, "_all_at_once", lambda rendered: None)
     exact = encode(tokenizer, *rows)
     for one, other in zip(quick, exact, strict=True):
