@@ -53,7 +53,7 @@ class Outcome:
 
 
 def run(recipes: list[Recipe], rows: str, export: str, reference: str | None, start: str) -> Outcome:
-    """Train by each recipe on this rank, which differ in their optimizers, each from where the one before has ended.
+    """Train by each recipe on this rank, which differ in their optimizers, each from the same weights.
 
     `export`, `reference` (of one process, if it has run) and `start` are folders of weights.
     """
@@ -64,8 +64,10 @@ def run(recipes: list[Recipe], rows: str, export: str, reference: str | None, st
         except MeshtuneError as error:
             return Outcome(refused=str(error))
         outcome = Outcome(attention=setup.attention.description)
+        begun = [tensor.detach().clone() for tensor in _tensors(setup.model)]
         for recipe in recipes:
             setup.recipe = recipe
+            _restore(setup.model, begun)
             parts, state, _ = assembly.assemble(setup, parallel, SignalStop())
             parts.saver = None
             record = _Record(Course(recipe.optimizer.name))
@@ -77,6 +79,17 @@ def run(recipes: list[Recipe], rows: str, export: str, reference: str | None, st
                 record.course.weights = distances(*folders, Path(start))
             outcome.courses.append(record.course)
     return outcome
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+@torch.no_grad()
+def _restore(model: nn.Module, values: list[Tensor]) -> None:
+    for tensor, value in zip(_tensors(model), values, strict=True):
+        tensor.copy_(value)
 
 
 class _Record(Hook):

@@ -19,7 +19,7 @@ ACCUMULATION = 2
 # Far above rounding: AdamW divides by the size of a gradient, and would make an update of the noise of a zero.
 _OPTIMIZERS: dict[str, tuple[float, dict[str, Any]]] = {
     "sgd": (0.2, {"momentum": 0.9, "weight_decay": 0.0}),
-    "adamw": (1e-3, {"eps": 1e-5, "weight_decay": 0.1}),
+    "adamw": (1e-4, {"eps": 1e-5, "weight_decay": 0.1}),
 }
 _MAX_GRAD_NORM = 0.1
 _KEPT = {
