@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypedDict
 
 from meshtune.data.batch import Batch
 from meshtune.data.collate import as_filler, collate_packed, collate_padded
-from meshtune.data.order import GlobalOrder, Unit
-from meshtune.errors import DataError
+from meshtune.data.order import Cursor, GlobalOrder, Order, Unit
 
-
-class Cursor(TypedDict):
-    """Where a run stands in the global order: the epoch, and the units of it that have been consumed."""
-
-    epoch: int
-    units: int
+__all__ = ["Cursor", "Loader", "Share", "validation_batches"]
 
 
 class Share:
@@ -27,7 +20,7 @@ class Share:
     """
 
     def __init__(
-        self, order: GlobalOrder, *, rank: int, world_size: int, per_device_batch_size: int, pad_token_id: int
+        self, order: Order, *, rank: int, world_size: int, per_device_batch_size: int, pad_token_id: int
     ) -> None:
         self._order, self._rank, self._world_size = order, rank, world_size
         self._size, self._pad_token_id = per_device_batch_size, pad_token_id
@@ -54,7 +47,7 @@ class Loader:
     """
 
     def __init__(
-        self, order: GlobalOrder, *, rank: int, world_size: int, per_device_batch_size: int, pad_token_id: int
+        self, order: Order, *, rank: int, world_size: int, per_device_batch_size: int, pad_token_id: int
     ) -> None:
         self._order = order
         self._share = Share(
@@ -64,42 +57,29 @@ class Loader:
             per_device_batch_size=per_device_batch_size,
             pad_token_id=pad_token_id,
         )
-        self._epoch, self._units = 0, 0
+        self._cursor: Cursor = {"epoch": 0, "units": 0}
         self.taken: list[Unit] = []
         """The units of the last global batch, of all ranks."""
 
     def next(self) -> list[Batch]:
         """Return this rank's micro-batches of the next global batch; as many as every other rank gets."""
-        units = self._order.window(self._epoch, self._units)
-        batches = self._share.micro_batches(units)
-        self.taken = units
-        self._advance(len(units))
+        self.taken, following = self._order.take(self._cursor)
+        batches = self._share.micro_batches(self.taken)
+        self._cursor = following
         return batches
 
     @property
     def epoch_progress(self) -> float:
         """Epochs consumed so far: 1.5 is half-way through the second."""
-        return self._epoch + self._units / self._order.units_per_epoch
+        return self._order.progress(self._cursor)
 
     def state_dict(self) -> Cursor:
         """Return the cursor; after an epoch's last batch it is the start of the next epoch."""
-        return {"epoch": self._epoch, "units": self._units}
+        return self._cursor.copy()
 
     def load_state_dict(self, state: Cursor) -> None:
         """Go on from a cursor. Raises DataError for one that cannot be a place in this order."""
-        epoch, units = int(state["epoch"]), int(state["units"])
-        if epoch < 0 or not 0 <= units <= self._order.units:
-            raise DataError(
-                f"the saved data cursor is unit {units} of epoch {epoch}, but an epoch has "
-                f"{self._order.units} units now: data, packing or lengths have changed since the checkpoint"
-            )
-        self._epoch, self._units = epoch, units
-        self._advance(0)
-
-    def _advance(self, units: int) -> None:
-        self._units += units
-        if self._units >= self._order.units_per_epoch:
-            self._epoch, self._units = self._epoch + 1, 0
+        self._cursor = self._order.checked(state)
 
 
 def validation_batches(

@@ -15,6 +15,7 @@ from meshtune.data.blend import Blend, Joined
 from meshtune.data.dataset import TokenDataset
 from meshtune.data.prepare import naming, prepare, preview, validation_setting
 from meshtune.data.section import as_list
+from meshtune.data.stream import Stream, Streaming
 from meshtune.data.token_corpus import TokenCorpus, open_corpus
 from meshtune.data.token_paths import expand, index_path, is_token_path
 from meshtune.errors import DataError
@@ -22,13 +23,14 @@ from meshtune.errors import DataError
 if TYPE_CHECKING:
     from meshtune.data.section import DataSection
 
-Tokens = TokenDataset | TokenCorpus | Joined | Blend
+Finite = TokenDataset | TokenCorpus | Joined | Blend
+Tokens = Finite | Stream
 
 
 @dataclass(frozen=True)
 class Opening:
     """What decides tokens beside the section itself: the tokenizer, the longest document in tokens, and the number of ids that
-    the model has an embedding for. `cache_dir` as in `prepare`.
+    the model has an embedding for. `cache_dir` as in `prepare`; `streaming` says how the ranks of a node share a stream.
     """
 
     section: DataSection
@@ -36,11 +38,14 @@ class Opening:
     max_seq_length: int
     vocabulary: int
     cache_dir: str | os.PathLike[str] | None = None
+    streaming: Streaming | None = None
 
     def training(self) -> Tokens:
         """Return the training data. Raises DataError naming what cannot be used."""
         self._check_separator()
         with naming("data.train_path"):
+            if self.section.streaming:
+                return self._stream()
             paths, weights = as_list(self.section.train_path), [source.weight for source in self.section.sources]
             if len(weights) == 0 or (weights[0] is None and all(map(is_token_path, paths))):
                 return self._open(paths, self.section.train_split or "train")
@@ -51,10 +56,20 @@ class Opening:
             given = [weight for weight in weights if weight is not None]
             return Blend(parts, given) if given else _joined(parts)
 
-    def validation(self) -> dict[str, Tokens]:
+    def _stream(self) -> Stream:
+        if self.streaming is None:
+            raise DataError(
+                "data.streaming: true prepares rows while training goes on; there is nothing to prepare before"
+            )
+        paths = as_list(self.section.train_path)
+        stream = Stream(self.section, paths, self.tokenizer, self.max_seq_length, self.streaming)
+        assert stream.first is not None
+        return stream
+
+    def validation(self) -> dict[str, Finite]:
         """Return the validation sets by name, one alone under "". Raises DataError naming what cannot be used."""
         split = self.section.validation_split or "validation"
-        found: dict[str, Tokens] = {}
+        found: dict[str, Finite] = {}
         for name, paths in self.section.validation_sets.items():
             with naming(validation_setting(name)):
                 found[name] = self._open(as_list(paths), split)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NotRequired, Protocol, TypedDict
 
 from meshtune.data.collate import Document
 from meshtune.data.packing import DEFAULT_PACKING, PackingOptions
 from meshtune.data.units import Unit, Units, permutation
 from meshtune.errors import DataError
 
-__all__ = ["Corpus", "GlobalOrder", "Unit", "permutation"]
+__all__ = ["Corpus", "Cursor", "GlobalOrder", "Order", "Unit", "permutation"]
 
 
 class Corpus(Protocol):
@@ -25,6 +25,42 @@ class Corpus(Protocol):
         options: PackingOptions = DEFAULT_PACKING,
     ) -> Units:
         """Return the units in the order of each epoch. Raises DataError where the settings cannot be had."""
+        ...
+
+
+class Cursor(TypedDict):
+    """Where a run stands in the global order: the epoch, and the units of it that have been consumed; of a stream, those of its
+    block `block`.
+    """
+
+    epoch: int
+    units: int
+    block: NotRequired[int]
+
+
+class Order(Protocol):
+    """Gives one global batch after another, from a cursor that knows no world size."""
+
+    packing: bool
+
+    def take(self, cursor: Cursor) -> tuple[list[Unit], Cursor]:
+        """Return the global batch at a cursor, and the cursor after it."""
+        ...
+
+    def documents(self, unit: Unit) -> list[Document]:
+        """Return the documents of a unit, to be read by the rank that trains on it."""
+        ...
+
+    def progress(self, cursor: Cursor) -> float:
+        """Return how many epochs lie before a cursor; 1.5 is half-way through the second."""
+        ...
+
+    def checked(self, cursor: Cursor) -> Cursor:
+        """Return a saved cursor as a place in this order. Raises DataError for one that cannot be."""
+        ...
+
+    def notes(self) -> list[str]:
+        """Return what a user should know of how the units were formed, as lines."""
         ...
 
 
@@ -76,6 +112,28 @@ class GlobalOrder:
     def window(self, epoch: int, start: int) -> list[Unit]:
         """Return the global batch that begins at unit `start` of an epoch; short at the epoch's end."""
         return self._units.between(epoch, start, min(start + self.global_batch_size, self.units_per_epoch))
+
+    def take(self, cursor: Cursor) -> tuple[list[Unit], Cursor]:
+        """Return the global batch at a cursor, and the cursor after it; after an epoch's last the start of the next."""
+        units = self.window(cursor["epoch"], cursor["units"])
+        return units, self._normal(cursor["epoch"], cursor["units"] + len(units))
+
+    def progress(self, cursor: Cursor) -> float:
+        """Return how many epochs lie before a cursor; 1.5 is half-way through the second."""
+        return cursor["epoch"] + cursor["units"] / self.units_per_epoch
+
+    def checked(self, cursor: Cursor) -> Cursor:
+        """Return a saved cursor as a place in this order. Raises DataError for one that cannot be."""
+        epoch, units = int(cursor["epoch"]), int(cursor["units"])
+        if epoch < 0 or not 0 <= units <= self.units:
+            raise DataError(
+                f"the saved data cursor is unit {units} of epoch {epoch}, but an epoch has "
+                f"{self.units} units now: data, packing or lengths have changed since the checkpoint"
+            )
+        return self._normal(epoch, units)
+
+    def _normal(self, epoch: int, units: int) -> Cursor:
+        return {"epoch": epoch + 1, "units": 0} if units >= self.units_per_epoch else {"epoch": epoch, "units": units}
 
     def documents(self, unit: Unit) -> list[Document]:
         """Return the documents of a unit, to be read by the rank that trains on it."""

@@ -60,7 +60,7 @@ def prepare(
     folder = store.cache_folder(cache_dir) / cache_key(section, sources, tokenizer, max_seq_length)
     cached = store.load(folder)
     if cached is not None:
-        _check_share(section, cached.report)
+        check_share(section, cached.report)
         return cached
     encoder, report = _start(section, sources, tokenizer, max_seq_length)
     seen: Counter[Any] = Counter()
@@ -73,7 +73,7 @@ def prepare(
             met |= block.met
             progress.update(report.rows_read, report.tokens)
         _finish(report, writer.lengths, [*encoder.warnings(seen), *_left_aside(sources)])
-        _check_share(section, report)
+        check_share(section, report)
         _check_columns(sources, met)
         return writer.publish(report)
 
@@ -179,7 +179,7 @@ def _finish(report: DataReport, lengths: Sequence[int], warnings: list[str]) -> 
     report.warnings = warnings
 
 
-def _check_share(section: DataSection, report: DataReport) -> None:
+def check_share(section: DataSection, report: DataReport) -> None:
     """Raise DataError where more rows are unusable than the section allows."""
     asked = report.rows_read - report.left_out
     if report.rows_unusable > section.max_unusable * asked:

@@ -51,6 +51,12 @@ def read_dataset(dataset: Any, name: str, columns: Sequence[str] | None = None) 
         yield Row(f"{name}:row {number}", _without_nulls(value))
 
 
+def read_stream(dataset: Any, name: str) -> Iterator[Row]:
+    """Yield the rows of a `datasets.IterableDataset`, named as those of `read_dataset`; its columns need not be known."""
+    for number, value in enumerate(dataset):
+        yield Row(f"{name}:row {number}", _without_nulls(value))
+
+
 def _batches(mapped: Any, is_stream: bool, columns: Sequence[str] | None) -> Iterator[Any]:
     import pyarrow
 

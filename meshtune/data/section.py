@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from meshtune.config import Section
+from meshtune.data.combinations import combinations
 from meshtune.data.row_function import problem
 from meshtune.data.shapes import columns_of_format
 from meshtune.data.sources import is_hub_id
@@ -42,6 +43,11 @@ class SourceSection(Section):
     format: Format | None = Field(default=None, description="What a row is.")
     columns: dict[str, str] | None = Field(default=None, description="What the data calls a column.")
     row_function: str | None = Field(default=None, description="`file.py:function`, your own.")
+
+    @property
+    def paths(self) -> list[str]:
+        """The path, or all of them."""
+        return as_list(self.path)
 
 
 class DataSection(Section):
@@ -126,6 +132,16 @@ class DataSection(Section):
     drop_last: bool = Field(
         default=False, description="Leave out an epoch's last, short global batch instead of training on it."
     )
+    streaming: bool = Field(
+        default=False,
+        description="Prepare training rows while training goes on, block by block, instead of all of them before: for data that "
+        "is endless, remote or larger than the disk. Needs training.max_steps.",
+    )
+    shuffle_buffer: int | None = Field(
+        default=None,
+        gt=0,
+        description="Rows of a block of a stream (default: 4096). A block is shuffled and packed on its own. Streaming only.",
+    )
     token_dtype: TokenDtype | None = Field(
         default=None,
         description="Type of the ids in a raw token file (default: uint16 for a vocabulary up to 65,536, else uint32). A header "
@@ -173,19 +189,13 @@ class DataSection(Section):
                     f"the name {name!r} becomes part of metrics' names: write letters, digits and _ only",
                 )
         yield from self._hub_problems()
-        yield from self._column_problems()
-        yield from self._token_file_problems()
-        yield from self._source_problems()
-        if isinstance(self.packing_window, int) and self.packing_window < 1:
-            yield "packing_window", f"is {self.packing_window}; write how many rows are packed together, or `all`"
-        for key in ("packing_window", "max_documents_per_pack"):
-            if getattr(self, key) is not None and not self.packing:
-                yield key, "has no effect without `packing: true`"
-            elif getattr(self, key) is not None and self._only_token_files:
-                yield (
-                    key,
-                    f"has no effect on {self.token_paths[0]}: token files are cut into sequences, which are all full",
-                )
+        yield from self.column_problems()
+        yield from combinations(self)
+
+    @property
+    def train_paths(self) -> list[str]:
+        """All paths to train on, of all sources."""
+        return as_list(self.train_path)
 
     @property
     def packing_options(self) -> PackingOptions:
@@ -193,10 +203,6 @@ class DataSection(Section):
         from meshtune.data.packing import PackingOptions
 
         return PackingOptions(self.packing_window, self.max_documents_per_pack)
-
-    @property
-    def _only_token_files(self) -> bool:
-        return all(map(is_token_path, as_list(self.train_path)))
 
     @property
     def token_paths(self) -> list[str]:
@@ -218,36 +224,8 @@ class DataSection(Section):
         split = source.split or self.train_split
         return self.model_copy(update={**said, "train_path": source.path, "train_split": split})
 
-    def _source_problems(self) -> Iterable[tuple[str, str]]:
-        weighted = [source.weight is not None for source in self.sources]
-        for number, source in enumerate(self.sources):
-            place, hub = f"train_path.{number}", any(is_hub_id(path) for path in as_list(source.path))
-            if any(weighted) and not weighted[number]:
-                yield place, "has no weight, but another source has one; give all of them a weight, or none"
-            for key in ("split", "hub_config"):
-                if getattr(source, key) is not None and not hub:
-                    yield f"{place}.{key}", "has no effect: the path names no hub id"
-            for key in ("format", "columns", "row_function"):
-                if getattr(source, key) is not None and all(map(is_token_path, as_list(source.path))):
-                    yield f"{place}.{key}", "has no effect: the path names token files, which have no rows"
-            for key, message in self.of_source(source)._column_problems():
-                if getattr(source, key) is not None:
-                    yield f"{place}.{key}", message
-
-    def _token_file_problems(self) -> Iterable[tuple[str, str]]:
-        for key in ("token_dtype", "document_separator"):
-            if getattr(self, key) is not None and not self.token_paths:
-                yield key, "has no effect: no path names a token file (.bin)"
-        for key in ("format", "columns", "row_function"):
-            if getattr(self, key) not in (None, "auto") and self._only_token_files:
-                yield key, f"has no effect: {self.token_paths[0]} names token files, which have no rows"
-        if self.token_paths and self.overlong in ("drop", "error"):
-            yield (
-                "overlong",
-                f"`{self.overlong}` has no effect on {self.token_paths[0]}: token files are cut into sequences",
-            )
-
-    def _column_problems(self) -> Iterable[tuple[str, str]]:
+    def column_problems(self) -> Iterable[tuple[str, str]]:
+        """Yield (key, message) of what `columns` and `row_function` cannot mean."""
         known = columns_of_format(self.format)
         for ours, theirs in (self.columns or {}).items():
             if ours not in known:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshtune.config import recipe_hash
 from meshtune.errors import Problem, RecipeError
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from meshtune.data.opening import Tokens
-    from meshtune.data.order import GlobalOrder
+    from meshtune.data.order import Order
     from meshtune.models.source import Source
 
 _DEFAULT_SEQUENCE = 2048
@@ -137,7 +137,7 @@ class Course:
     """The rows in the order in which training meets them, how many optimizer steps that takes, and the factor of the
     learning rate at each."""
 
-    order: GlobalOrder
+    order: Order
     total_steps: int
     factor: Callable[[int], float]
 
@@ -145,17 +145,21 @@ class Course:
 def course(plan: Plan, data: Tokens) -> Course:
     """Raises DataError or RecipeError where data, batch size, length of the run and schedule do not fit together."""
     from meshtune.data.order import GlobalOrder
+    from meshtune.data.stream import Stream
+    from meshtune.data.stream_order import StreamOrder
 
     recipe, section = plan.recipe, plan.recipe.data
-    order = GlobalOrder(
-        data,
-        plan.sizes.global_batch_size,
-        shuffle=section.shuffle,
-        seed=recipe.seed,
-        packing=section.packing,
-        max_seq_length=plan.max_seq_length,
-        drop_last=section.drop_last,
-        options=section.packing_options,
-    )
+    settings: dict[str, Any] = {
+        "shuffle": section.shuffle,
+        "seed": recipe.seed,
+        "packing": section.packing,
+        "drop_last": section.drop_last,
+    }
+    size, length, options = plan.sizes.global_batch_size, plan.max_seq_length, section.packing_options
+    if isinstance(data, Stream):
+        stream = StreamOrder(data, size, max_seq_length=length, max_documents=options.max_documents, **settings)
+        total_steps = recipe.training.total_steps(0)  # where it ends is not known: max_steps is set
+        return Course(stream, total_steps, recipe.lr_scheduler.build(total_steps))
+    order = GlobalOrder(data, size, max_seq_length=length, options=options, **settings)
     total_steps = recipe.training.total_steps(order.batches_per_epoch)
     return Course(order, total_steps, recipe.lr_scheduler.build(total_steps))

@@ -59,6 +59,12 @@ class Recipe(Section):
             )
         if self.recipe == "pretrain" and self.data.format in CONVERSATIONAL:
             yield "data.format", f"`{self.data.format}` belongs to `recipe: sft`; pretraining reads `text` or `tokens`"
+        if self.data.streaming:
+            if self.training.max_steps is None:
+                yield "training.max_steps", "is needed for a stream: how many rows come is not known before"
+            for key in ("epochs", "eval_every_epochs"):
+                if getattr(self.training, key) is not None:
+                    yield f"training.{key}", "cannot be counted on a stream, whose end is not known; count in steps"
         if self.recipe != "pretrain" and self.data.token_paths:
             yield (
                 "data.train_path",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from meshtune.training.state import TrainState
 if TYPE_CHECKING:
     import torch
 
-    from meshtune.data.opening import Tokens
+    from meshtune.data.opening import Finite, Tokens
     from meshtune.models.causal_lm import CausalLM
     from meshtune.models.proofs import Attention
     from meshtune.recipes.planning import Plan
@@ -70,7 +71,7 @@ class Setup:
         recipe: Recipe,
         world: World,
         held: ExitStack,
-        rows: Callable[[Plan], tuple[Tokens, dict[str, Tokens]]] | None = None,
+        rows: Callable[[Plan], tuple[Tokens, dict[str, Finite]]] | None = None,
     ):
         """`held` keeps the lock on the run folder. `rows` gives training and validation rows that are tokens already, in
         place of those that the recipe names; validation sets by name, one alone under ""."""
@@ -99,7 +100,7 @@ class Setup:
             )
         )
         self.findings = world.from_first(lambda: find_plan(self.plan.source, self.layout, self.recipe.distributed.plan))
-        self.train_data, self.validation_data = world.each_node_first(lambda: (rows or prepare)(self.plan))
+        self.train_data, self.validation_data = world.each_node_first(lambda: (rows or self._prepare)(self.plan))
         self.course = world.all_together(lambda: planning.course(self.plan, self.train_data))
         self.resume, changes = world.from_first(self._open_folder)
         if world.is_first:
@@ -126,6 +127,9 @@ class Setup:
                 # Who started the ranks ends all of them when the first has left: rank 0 may still write the report.
                 self.world.all_together(lambda: None)
                 raise
+        if self.recipe.data.streaming:
+            for line in self.train_data.report.summary():
+                reporter.say(line)
         target = self.run / "export" if self.recipe.checkpoint.exports_at_end else None
         if target is not None:
             self.export(target)
@@ -140,6 +144,19 @@ class Setup:
         asked = self.recipe.checkpoint.export_dtype
         dtype = None if asked == "auto" else getattr(torch, asked)
         export(self.model.model, self.plan.source, self.plan.tokenizer, target, dtype)
+
+    def _prepare(self, plan: Plan) -> tuple[Tokens, dict[str, Finite]]:
+        """Training and validation data as tokens; of a stream, its first rows."""
+        from meshtune.data.opening import Opening
+        from meshtune.data.stream import Stream, Streaming
+
+        cache = cache_folder() / "data"
+        streaming = Streaming(_meeting_place(self.run), self.world.local_rank == 0, self.world.is_first)
+        found = Opening(plan.recipe.rows, plan.tokenizer, plan.max_seq_length, plan.vocabulary, cache, streaming)
+        training = found.training()
+        if isinstance(training, Stream):
+            self.held.callback(training.close)
+        return training, found.validation()
 
     def _choose_precision(self) -> tuple[str, float | None]:
         """What `auto` chose when a run began stays for all of it, wherever it is resumed."""
@@ -227,9 +244,8 @@ def compute_dtype(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
-def prepare(plan: Plan) -> tuple[Tokens, dict[str, Tokens]]:
-    """Training and validation data as tokens."""
-    from meshtune.data.opening import Opening
-
-    found = Opening(plan.recipe.rows, plan.tokenizer, plan.max_seq_length, plan.vocabulary, cache_folder() / "data")
-    return found.training(), found.validation()
+def _meeting_place(run: Path) -> Path:
+    """Where the ranks of this node, which one process has started, share what belongs to this run alone."""
+    started_by = os.getppid() if int(os.environ.get("WORLD_SIZE", 1)) > 1 else os.getpid()
+    name = f"{run.absolute()} {started_by} {os.environ.get('MASTER_PORT', '')}"
+    return cache_folder() / "streams" / hashlib.sha256(name.encode()).hexdigest()[:32]

@@ -282,7 +282,7 @@ def test_no_world_size_changes_a_global_batch_and_a_cursor_goes_on_exactly(tmp_p
 
 
 def test_a_thousand_million_tokens_open_at_once(tmp_path: Path) -> None:
-    """10^9 tokens in 10^6 documents: opened, ordered and read from in well under a second each, in little memory."""
+    """10^9 tokens in 10^6 documents: opened, ordered and read from in two seconds of this process, in little memory."""
     resource = pytest.importorskip("resource")
     path, count, documents = tmp_path / "big.bin", 10**9, 10**6
     with path.open("wb") as file:
@@ -292,11 +292,11 @@ def test_a_thousand_million_tokens_open_at_once(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).integers(500, 1500, documents)
     lengths[-1] += count - lengths.sum()
     write_index(tmp_path / "big.idx", "uint16", lengths)
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     corpus = opened(tmp_path, str(path), longest=2048)
     order = GlobalOrder(corpus, 512, packing=True, max_seq_length=2048, seed=1)
     first = order.documents(order.window(0, 0)[0])
-    taken = time.perf_counter() - start
+    taken = time.process_time() - start
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * (
         1 if os.uname().sysname == "Darwin" else 1024
     )

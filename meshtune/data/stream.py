@@ -1,0 +1,143 @@
+"""Rows that are prepared while training goes on: block by block, each block shuffled and packed on its own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshtune.data.cache_key import cache_key
+from meshtune.data.encode_block import BlockEncoder, EncodedBlock
+from meshtune.data.prepare import check_share
+from meshtune.data.readers_arrow import read_stream
+from meshtune.data.reading import Reading
+from meshtune.data.recognise import detect_format
+from meshtune.data.report import DataReport
+from meshtune.data.rows import Row
+from meshtune.data.sources import FileSource, HubSource, Source, open_sources
+from meshtune.data.stream_blocks import Blocks, Builder, Follower, Place, Reader
+from meshtune.data.token_files import sampled_digest
+from meshtune.errors import DataError
+
+if TYPE_CHECKING:
+    from meshtune.data.section import DataSection
+
+DEFAULT_BUFFER = 4096
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """Where the ranks of a node share blocks, whether this rank makes them, and whether it says what it counts."""
+
+    folder: Path
+    leads: bool = True
+    says: bool = True
+
+
+class _Hub(HubSource):
+    """A hub data set whose rows come as they are asked for."""
+
+    def written(self) -> Iterator[Row]:
+        return read_stream(self._dataset(), self.name)
+
+    def digest(self) -> str:
+        return f"{self.name}:{self.config} {self.reading.digest()}"
+
+    def _dataset(self) -> Any:
+        import datasets
+
+        try:
+            return datasets.load_dataset(self.hub_id, self.config, split=self.split, streaming=True)
+        except Exception as error:  # hub, network, split and configuration errors have no common base
+            raise DataError(f"{self.name}: cannot be loaded: {error}") from error
+
+
+@dataclass(frozen=True)
+class _File(FileSource):
+    """A file of which nothing is read before its turn comes, but a sample that tells whether it has changed."""
+
+    def digest(self) -> str:
+        return f"{sampled_digest(self.path)} {self.reading.digest()}"
+
+
+@dataclass
+class StreamReport(DataReport):
+    """What has been read so far."""
+
+    rows_at_once: int = 0
+
+    def summary(self) -> list[str]:
+        """Return the report as lines of text."""
+        first, *rest = super().summary()
+        return [f"streamed, {self.rows_at_once:,} rows at a time; so far {first}", *rest]
+
+
+class Stream:
+    """The training rows of a section as a stream. `fingerprint` is a hash of samples of the files and of all settings that
+    decide blocks and tokens. What is known of lengths is known of the first block.
+    """
+
+    def __init__(
+        self, section: DataSection, paths: Sequence[str], tokenizer: Any, longest: int, where: Streaming
+    ) -> None:
+        """Raises DataError for what preparation refuses of the first block, or where that has no row to train on."""
+        opened = open_sources(list(paths), section.train_split or "train", section.hub_config, Reading.of(section))
+        sources = [_streamed(source) for source in opened]
+        self.rows_at_once = section.shuffle_buffer or DEFAULT_BUFFER
+        self.fingerprint = _fingerprint(cache_key(section, sources, tokenizer, longest), self.rows_at_once)
+        row_format = detect_format(sources, section.format)
+        self.report = StreamReport([s.name for s in sources], row_format, longest, rows_at_once=self.rows_at_once)
+        self._section, self._says = section, where.says
+        self.blocks: Blocks = Follower(where.folder)
+        if where.leads:
+            encoder = BlockEncoder(section, row_format, tokenizer, longest)
+            reader = Reader(sources, self.rows_at_once)
+            self.blocks = Builder(reader, encoder, where.folder, self.report, self._told)
+
+    @cached_property
+    def first(self) -> Any:
+        """The documents of the first block that has any."""
+        number = 0
+        while not (found := self.blocks.get((0, number))).end:
+            if found.documents is not None:
+                return found.documents
+            number += 1
+        told = "\n  ".join(self.report.unusable_lines() or ["there is no row"])
+        raise DataError(f"{self.report.named}: no row can be used to train on:\n  {told}")
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of the document in which the average token stands, in the first block."""
+        return self.first.mean_length
+
+    @property
+    def supervised_share(self) -> float:
+        """Targets per token, 0 to 1, in the first block."""
+        return self.first.supervised_share
+
+    def close(self) -> None:
+        """Stop making blocks, and remove them."""
+        self.blocks.close()
+
+    def _told(self, place: Place, block: EncodedBlock) -> None:
+        check_share(self._section, self.report)
+        lines = block.report.unusable_lines() if place[0] == 0 else []
+        if self._says and lines:
+            print(
+                "\n".join(f"data        rows {place[1] * self.rows_at_once:,} and on: {line}" for line in lines),
+                flush=True,
+            )
+
+
+def _streamed(source: Source) -> Source:
+    if isinstance(source, HubSource):
+        return _Hub(source.hub_id, source.split, source.config, source.reading)
+    assert isinstance(source, FileSource)
+    return _File(source.name, source.path, source.reading, source.left_aside)
+
+
+def _fingerprint(*facts: Any) -> str:
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
