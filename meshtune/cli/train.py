@@ -60,10 +60,12 @@ def _run(recipe: Recipe, device: str | None, started: Callable[[], None]) -> Non
     from meshtune.cli.quiet import quiet
 
     quiet()
+    from meshtune.launch.rank import report_exit
     from meshtune.layout.world import disconnect
     from meshtune.recipes.run import run
 
     result, _ = run(recipe, device, started=started)
+    report_exit(0)  # the launcher need not wonder where this rank has gone
     if os.environ.get("RANK", "0") == "0":
         _say_where(result)
     disconnect()

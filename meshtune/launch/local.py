@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,10 @@ from meshtune.launch.rank import FOLDER, LAUNCHER, ended
 _PATIENCE = 3
 """So many signals of one kind end the ranks at once."""
 
+_GRACE_S = 15.0
+"""How long the other ranks have when one has failed, before they are killed: to say what they know, and no longer, since a
+rank that waits for a dead one would wait for ever. torch elastic alone gives them 30 seconds."""
+
 
 def launch(nproc: int, arguments: Sequence[str]) -> int:
     """Run `python -m meshtune <arguments>` as `nproc` ranks. Returns 0, or the exit code of the first that failed."""
@@ -32,10 +37,12 @@ def launch(nproc: int, arguments: Sequence[str]) -> int:
         os.environ[FOLDER], os.environ[LAUNCHER] = folder, str(os.getpid())
         outcome: list[BaseException | None] = []
         agent = threading.Thread(target=_run_agent, args=(nproc, arguments, folder, outcome), daemon=True)
-        with _PassedOn(Path(folder)):
+        ranks = _Ranks(Path(folder))
+        with _PassedOn(ranks):
             agent.start()
             while agent.is_alive():
                 agent.join(0.2)
+                ranks.end_with_the_first_failure()
         return _exit_code(Path(folder), outcome[0] if outcome else RuntimeError("the agent ended without a word"))
 
 
@@ -68,28 +75,79 @@ def _exit_code(folder: Path, failure: BaseException | None) -> int:
     if failure is None:
         return 0
     failures: dict[int, Any] = getattr(failure, "failures", {})
-    killed = [f"rank {rank} was killed by signal {-f.exitcode}" for rank, f in failures.items() if f.exitcode < 0]
     ends = [end for end in ended(folder) if end.code]
+    reported = {end.rank for end in ends}
+    died = [_death(rank, f.exitcode) for rank, f in failures.items() if f.exitcode < 0 or rank not in reported]
     # An error of a rank comes first; then a death; only then what the others did when they were ended for it.
     told = next((end for end in ends if end.code < 128 and not end.untold), None)
-    if told is None and not killed and ends:
+    if told is None and not died and ends:
         told = ends[0]
         if told.untold:
             _say(told.untold)
     if told is not None:
         return told.code
-    if killed:
-        _say(f"{' and '.join(killed)}; the other ranks were stopped")
-    elif failures:
-        codes = ", ".join(f"rank {rank} ended with exit code {f.exitcode}" for rank, f in failures.items())
-        _say(f"{codes}; the other ranks were stopped")
+    if died:
+        _say(f"{' and '.join(died)}; the other ranks were stopped")
     else:
         _say(f"the ranks could not be started: {type(failure).__name__}: {failure}")
     return 1
 
 
+def _death(rank: int, exitcode: int) -> str:
+    return (
+        f"rank {rank} was killed by signal {-exitcode}"
+        if exitcode < 0
+        else f"rank {rank} ended with exit code {exitcode}"
+    )
+
+
 def _say(text: str) -> None:
     print(f"meshtune: {text}", file=sys.stderr, flush=True)
+
+
+class _Ranks:
+    """The processes of the ranks, which have left their pids in `folder`."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._failed_at: float | None = None
+
+    def send(self, signum: int) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(OSError):  # a rank that has ended already
+                os.kill(pid, signum)
+
+    def kill(self) -> None:
+        self.send(getattr(signal, "SIGKILL", signal.SIGTERM))
+
+    def pids(self) -> list[int]:
+        return [int(file.read_text(encoding="utf-8")) for file in self._folder.glob("rank-*.pid")]
+
+    def end_with_the_first_failure(self) -> None:
+        """To be called again and again: kills what is left some time after a rank has failed."""
+        if self._failed_at is None:
+            self._failed_at = time.monotonic() if self._one_has_failed() else None
+        elif time.monotonic() - self._failed_at > _GRACE_S:
+            self.kill()
+
+    def _one_has_failed(self) -> bool:
+        done = {end.rank: end.code for end in ended(self._folder)}
+        if any(0 < code < 128 for code in done.values()):
+            return True
+        if os.name != "posix":  # where no signal can be sent that does nothing
+            return False
+        running = {int(file.stem.removeprefix("rank-")): file for file in self._folder.glob("rank-*.pid")}
+        return any(
+            not _exists(int(file.read_text(encoding="utf-8"))) for rank, file in running.items() if rank not in done
+        )
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
 
 
 class _PassedOn:
@@ -98,8 +156,8 @@ class _PassedOn:
     Before any rank is there, and on the third of a kind, they end everything at once.
     """
 
-    def __init__(self, folder: Path):
-        self._folder = folder
+    def __init__(self, ranks: _Ranks):
+        self._ranks = ranks
         self._previous: dict[int, Any] = {}
         self._counts = {signal.SIGINT: 0, signal.SIGTERM: 0}
 
@@ -114,15 +172,9 @@ class _PassedOn:
     def _pass_on(self, signum: int, _frame: object) -> None:
         self._counts[signal.Signals(signum)] += 1
         enough = self._counts[signal.Signals(signum)] >= _PATIENCE
-        pids = self._pids()
-        for pid in pids:
-            with contextlib.suppress(OSError):  # a rank that has ended already
-                if enough:
-                    os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
-                elif os.name == "posix":  # Windows hands Ctrl-C to every process of a console itself
-                    os.kill(pid, signum)
-        if enough or not pids:
+        if enough:
+            self._ranks.kill()
+        elif os.name == "posix":  # Windows hands Ctrl-C to every process of a console itself
+            self._ranks.send(signum)
+        if enough or not self._ranks.pids():
             raise SystemExit(128 + signum)
-
-    def _pids(self) -> list[int]:
-        return [int(file.read_text(encoding="utf-8")) for file in self._folder.glob("rank-*.pid")]

@@ -24,8 +24,8 @@ from meshtune.recipes.recipe import Recipe
 from tests.ranks import ROOT
 
 PATIENCE_S = 120.0
-_PRELOADED = ["meshtune.cli", "meshtune.recipes.run", "meshtune.recipes.assembly", "meshtune.models.proofs"]
-_PRELOADED += ["meshtune.data.prepare", "meshtune.training.loop", "matplotlib.figure"]
+PRELOADED = ["meshtune.cli", "meshtune.recipes.run", "meshtune.recipes.assembly", "meshtune.models.proofs"]
+PRELOADED += ["meshtune.data.prepare", "meshtune.training.loop", "matplotlib.figure"]
 
 
 def write_recipe(path: Path, recipe: dict[str, Any]) -> Path:
@@ -38,7 +38,7 @@ def forked(
 ) -> BaseProcess:
     """Start `meshtune <arguments>` from the fork server; its output goes to a file. `before(note)` is called first."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     process = context.Process(
         target=_command, args=(list(arguments), str(output), cache, before, str(note)), daemon=True
     )
@@ -64,9 +64,13 @@ def _command(arguments: list[str], output: str, cache: str, before: Callable[[st
 
 
 @contextmanager
-def started(*arguments: str, output: Path, cache: str, module: str = "meshtune") -> Iterator[subprocess.Popen[bytes]]:
-    """A command started as a user starts it; killed at the end if it still runs."""
-    environment = {**os.environ, "MESHTUNE_CACHE": cache, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def started(
+    *arguments: str, output: Path, cache: str, module: str = "meshtune", first: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A command started as a user starts it; killed at the end if it still runs. `first` is a folder of modules that hide others,
+    such as a sitecustomize.py that every process runs before all else."""
+    path = os.pathsep.join(str(folder) for folder in (first, ROOT) if folder is not None)
+    environment = {**os.environ, "MESHTUNE_CACHE": cache, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with output.open("wb") as stream:
         command = [sys.executable, "-m", module, *arguments]
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT)
