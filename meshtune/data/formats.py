@@ -13,6 +13,7 @@ from meshtune.data.rows import UnusableRow
 
 Message = dict[str, Any]
 
+_RESULTS = ("tool", "function", "ipython")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -69,14 +70,26 @@ def _message(message: Any, index: int) -> Message:
         raise UnusableRow("`tool_calls` is not a list", f"{where}: {_kind(message['tool_calls'])}")
     if message.get("weight") not in (None, 0, 1):
         raise UnusableRow("a message's weight is neither 0 nor 1", f"{where}: {message['weight']!r}")
+    if role in _RESULTS:
+        message = _with_text(message)
     _check_content(message, where)
     return message
+
+
+def _with_text(result: Message) -> Message:
+    """Return a tool's result as text: an object, a number or a list that is no list of parts is written as JSON."""
+    content = result.get("content")
+    is_parts = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
+    if content is None or isinstance(content, str) or is_parts:
+        return result
+    return {**result, "content": json.dumps(content, ensure_ascii=False)}
 
 
 def _check_content(message: Message, where: str) -> None:
     content = message.get("content")
     if content is None:
-        if not message.get("tool_calls") and not any(message.get(key) for key in _REASONING):
+        calls = message.get("tool_calls") or message.get("function_call")
+        if not calls and not any(message.get(key) for key in _REASONING):
             raise UnusableRow("a message has no content", f"{where} ({message['role']})")
     elif isinstance(content, list):
         for part in content:

@@ -4,14 +4,14 @@ unusable.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from meshtune.data.affixes import common_prefix
-from meshtune.data.formats import Conversation, Message, message_text
+from meshtune.data.formats import Conversation, Message
 from meshtune.data.rows import UnusableRow
+from meshtune.data.variants import variants
 from meshtune.errors import DataError
 
 _LONGEST_TOKEN = 256
@@ -54,7 +54,7 @@ class ChatTemplate:
         Raises UnusableRow with the complaint about the row's own shape.
         """
         complaints = []
-        for shape in _shapes(conversation):
+        for shape in variants(conversation):
             rendered = rendered if not complaints else None
             try:
                 text = self.render(shape.messages, shape.tools) if rendered is None else rendered
@@ -172,48 +172,3 @@ def called(message: Message) -> Iterator[str]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("name"), str):
             yield function["name"]
-
-
-def _shapes(conversation: Conversation) -> Iterator[Conversation]:
-    messages, tools = conversation.messages, conversation.tools
-    yield Conversation(objects := [_with_arguments(message, _as_object) for message in messages], tools)
-    strings = [_with_arguments(message, _as_json) for message in messages]
-    variants = [objects] if strings == objects else [objects, strings]
-    if len(variants) == 2:
-        yield Conversation(strings, tools)
-    for change in (message_text, _as_parts):
-        for variant in variants:
-            changed = [{**m, "content": change(m)} if m.get("content") is not None else m for m in variant]
-            if changed != variant:
-                yield Conversation(changed, tools)
-
-
-def _as_parts(message: Message) -> list[dict[str, str]]:
-    return [{"type": "text", "text": message_text(message)}]
-
-
-def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    changed = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and "arguments" in function:
-            call = {**call, "function": {**function, "arguments": change(function["arguments"])}}
-        changed.append(call)
-    return {**message, "tool_calls": changed}
-
-
-def _as_object(arguments: Any) -> Any:
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        parsed = json.loads(arguments)
-    except json.JSONDecodeError:
-        return arguments
-    return parsed if isinstance(parsed, dict) else arguments
-
-
-def _as_json(arguments: Any) -> Any:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
