@@ -2,6 +2,7 @@
 # make test   lint, types and the whole test suite
 # make docs   write docs/recipe.md anew, from the sections of a recipe
 # make coverage   write docs/coverage.md anew: architectures of transformers on each layout, beside one process; takes minutes
+# make gpu-check  fine-tune a 1B and an 8B shape on one GPU, under five minutes (docs/performance.md)
 # make lint   ruff, import contracts and mypy alone
 # make clean  remove the environment, caches and build leftovers; keeps runs/ and downloaded assets
 #
@@ -21,7 +22,7 @@ endif
 RUN := $(BIN)/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test docs coverage lint clean
+.PHONY: demo test docs coverage gpu-check lint clean
 
 demo: $(INSTALLED)
 	$(RUN) examples/demo.py
@@ -34,6 +35,9 @@ docs: $(INSTALLED)
 
 coverage: $(INSTALLED)
 	$(RUN) docs/coverage.py
+
+gpu-check: $(INSTALLED)
+	$(RUN) benchmarks/gpu_check.py
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

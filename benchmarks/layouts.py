@@ -109,7 +109,7 @@ def contend(folder: Path, layout: str, steps: int) -> None:
     made = from_mapping(Recipe, recipe(folder, layout, steps)[0])
     began: list[float] = []
     with ExitStack() as held:
-        setup = Setup(made, connect("cpu"), held, rows=lambda _: (store.load(folder / "rows"), None))
+        setup = Setup(made, connect("cpu"), held, rows=lambda _: (store.load(folder / "rows"), {}))
         result = setup.train(None, lambda: began.append(_processor_seconds()))
         spent = _processor_seconds() - began[0]
         lines = (result.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

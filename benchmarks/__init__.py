@@ -1,0 +1,1 @@
+"""Scripts that measure this project beside its peers in one run."""
