@@ -65,7 +65,13 @@ class ChatEncoder:
         last_tokens = Counter({token: count for (what, token), count in self.seen.items() if what == "last"})
         if eos is None or self.seen["eos", 0] or not last_tokens:
             return []
-        usual = self._tokenizer.convert_ids_to_tokens(last_tokens.most_common(1)[0][0])
+        most = last_tokens.most_common(1)[0][0]
+        if most not in self._tokenizer.added_tokens_decoder:
+            return [
+                "the chat template ends assistant turns with no token of their own: the model does not learn where to "
+                "stop; generation must stop on what begins the next turn"
+            ]
+        usual = self._tokenizer.convert_ids_to_tokens(most)
         return [
             f"the chat template never ends an assistant turn with the tokenizer's end of sequence {eos!r} "
             f"(most turns end with {usual!r}): generation must stop on what the template writes"

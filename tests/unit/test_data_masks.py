@@ -16,6 +16,7 @@ from meshtune.data.encoding import Encoded
 from meshtune.data.rows import Row, RowProblem
 from meshtune.errors import DataError
 from tests.unit import data_tokenizers as kit
+from tests.unit.chat_shapes import SHAPES
 
 
 def encode(tokenizer: Any, *conversations: Any, tools: Any = None) -> list[Encoded | RowProblem]:
@@ -319,6 +320,13 @@ def test_terminator_that_is_not_the_tokenizers_eos_is_warned_of() -> None:
     encoder = ChatEncoder(kit.byte_level("chatml"))
     encoder.encode([Row("r", {"messages": FOUR})])
     assert encoder.warnings() == []
+
+
+def test_turns_that_end_in_no_token_of_their_own_are_warned_of() -> None:
+    """C02: nothing that is learnt says where to stop."""
+    encoder = ChatEncoder(SHAPES["glm4"].tokenizer())
+    encoder.encode([Row("r", {"messages": FOUR})])
+    assert "no token of their own" in encoder.warnings()[0]
 
 
 def test_padding_side_and_limits_of_the_tokenizer_change_nothing() -> None:
