@@ -58,7 +58,8 @@ def left_out(rendered: Rendered, turns: list[Turn]) -> list[Turn]:
 def restored(finder: TurnSpans, rendered: Rendered, turn: Turn) -> Edit:
     """Return the edit that puts a turn's reasoning back.
 
-    Raises UnusableRow where the template shows it nowhere, or shows the answer in another way beside it.
+    Raises UnusableRow where the template shows it nowhere, or shows the answer in another way beside it, and its
+    generation prompt does not open it either.
     """
     thought, answer = thought_of(rendered.messages[turn.index])
     for message in _forms(rendered.messages[turn.index]):
@@ -70,6 +71,8 @@ def restored(finder: TurnSpans, rendered: Rendered, turn: Turn) -> Edit:
         body = rendered.template.without_terminators(text[shown.start : shown.end])
         if thought in body and answer in body:
             return _edit(rendered, turn, text, shown, body)
+    if edit := _after_an_open_prompt(rendered, turn, thought):
+        return edit
     raise UnusableRow(
         "the chat template has no place for the reasoning that `reasoning: keep` asks for", f"message {turn.index}"
     )
@@ -119,6 +122,18 @@ def _edit(rendered: Rendered, turn: Turn, text: str, shown: Turn, body: str) -> 
     old = rendered.text[turn.start : turn.end]
     end = turn.start + len(rendered.template.without_terminators(old))
     return Edit(turn.index, start, end, text[begin : shown.start] + body, shown.start - begin)
+
+
+def _after_an_open_prompt(rendered: Rendered, turn: Turn, thought: str) -> Edit | None:
+    """Return the edit that writes the reasoning after a generation prompt that opens it (`<think>`), for a template that
+    shows none in any turn: so the model writes it at inference.
+    """
+    template, text = rendered.template, rendered.text
+    opening = template.header[template.written(text, turn.start) :]
+    if not opening.rstrip().endswith(_OPEN):
+        return None
+    gap = "" if text.startswith("\n", turn.start) else "\n\n"
+    return Edit(turn.index, turn.start, turn.start, f"{opening}{thought}\n{_CLOSE}{gap}", len(opening))
 
 
 def _forms(message: Message) -> Iterator[Message]:

@@ -123,6 +123,7 @@ KEPT = {
     "harmony": "<|channel|>analysis<|message|>why not<|end|><|start|>assistant<|channel|>final<|message|>yes<|end|>"
     "<|channel|>analysis<|message|>2 + 2<|end|><|start|>assistant<|channel|>final<|message|>four<|return|>",
     "nemotron": "why not\n</think>\nyes<|im_end|>2 + 2\n</think>\nfour<|im_end|>",
+    "deepseek-r1": "why not\n</think>\n\nyes<｜end▁of▁sentence｜>2 + 2\n</think>\n\nfour<｜end▁of▁sentence｜>",
 }
 
 
@@ -138,6 +139,16 @@ def test_reasoning_of_all_turns_is_kept_on_request(name: str, field: str | None)
     assert tokenizer.decode(row.input_ids[row.supervised]) == KEPT[name]
     text = tokenizer.decode(row.input_ids)
     assert text.count("why not") == 1 and text.count("2 + 2") == 1 and text.index("why not") < text.index("question 1")
+
+
+def test_reasoning_follows_a_prompt_that_opens_it_where_no_turn_shows_it() -> None:
+    tokenizer = SHAPES["deepseek-r1"].tokenizer()
+    row = encode(tokenizer, thinking(*TWO), reasoning="keep")
+    assert isinstance(row, Encoded)
+    assert tokenizer.decode(row.input_ids) == (
+        "<s><｜User｜>question 0<｜Assistant｜><think>\nwhy not\n</think>\n\nyes<｜end▁of▁sentence｜>"
+        "<｜User｜>question 1<｜Assistant｜><think>\n2 + 2\n</think>\n\nfour<｜end▁of▁sentence｜>"
+    )
 
 
 def test_kept_text_is_what_the_model_has_read_and_written_turn_by_turn() -> None:
@@ -195,8 +206,10 @@ def test_templates_that_know_no_reasoning_show_it_as_it_stands_or_inline(name: s
 
 
 def test_reasoning_that_no_rendering_shows_is_refused_by_name() -> None:
-    """This template cuts it off even in a last turn."""
-    problem = encode(SHAPES["deepseek-r1"].tokenizer(), thinking(*TWO), reasoning="keep")
+    """This template cuts it off even in a last turn, and its generation prompt does not open it."""
+    tokenizer = kit.byte_level("chatml")
+    tokenizer.chat_template = tokenizer.chat_template.replace("m['content']", "m['content'].split('</think>')[-1]")
+    problem = encode(tokenizer, thinking(*TWO), reasoning="keep")
     assert isinstance(problem, RowProblem)
     assert "no place for the reasoning" in problem.reason and problem.detail == "message 1"
 
