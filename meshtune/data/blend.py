@@ -187,6 +187,10 @@ class BlendedUnits:
         """Return the documents of a unit."""
         return self._parts[unit[0]].documents(unit[1:])
 
+    def names(self, unit: Unit) -> list[int | str]:
+        """Return the names in the source, behind the source's."""
+        return [f"{self._names[unit[0]]}: {name}" for name in self._parts[unit[0]].names(unit[1:])]
+
     def notes(self) -> list[str]:
         """Return what each source gives to an epoch."""
         rows = zip(self._names, self._shares, self._quotas, self._parts, strict=True)

@@ -58,13 +58,14 @@ class Loader:
             pad_token_id=pad_token_id,
         )
         self._cursor: Cursor = {"epoch": 0, "units": 0}
-        self.taken: list[Unit] = []
-        """The units of the last global batch, of all ranks."""
+        self.taken: list[list[int | str]] = []
+        """What is in each unit of the last global batch, of all ranks; see `Units.names`."""
 
     def next(self) -> list[Batch]:
         """Return this rank's micro-batches of the next global batch; as many as every other rank gets."""
-        self.taken, following = self._order.take(self._cursor)
-        batches = self._share.micro_batches(self.taken)
+        units, following = self._order.take(self._cursor)
+        self.taken = [self._order.names(unit) for unit in units]
+        batches = self._share.micro_batches(units)
         self._cursor = following
         return batches
 

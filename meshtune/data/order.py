@@ -51,6 +51,10 @@ class Order(Protocol):
         """Return the documents of a unit, to be read by the rank that trains on it."""
         ...
 
+    def names(self, unit: Unit) -> list[int | str]:
+        """Return how a user finds what is in a unit; see `Units.names`."""
+        ...
+
     def progress(self, cursor: Cursor) -> float:
         """Return how many epochs lie before a cursor; 1.5 is half-way through the second."""
         ...
@@ -117,6 +121,10 @@ class GlobalOrder:
         """Return the global batch at a cursor, and the cursor after it; after an epoch's last the start of the next."""
         units = self.window(cursor["epoch"], cursor["units"])
         return units, self._normal(cursor["epoch"], cursor["units"] + len(units))
+
+    def names(self, unit: Unit) -> list[int | str]:
+        """Return how a user finds what is in a unit; see `Units.names`."""
+        return self._units.names(unit)
 
     def progress(self, cursor: Cursor) -> float:
         """Return how many epochs lie before a cursor; 1.5 is half-way through the second."""

@@ -71,6 +71,10 @@ class StreamOrder:
         assert found is not None
         return found.documents(unit[2:])
 
+    def names(self, unit: Unit) -> list[int | str]:
+        """Return which documents of which block they are."""
+        return [f"document {number} of block {unit[1]} of epoch {unit[0]}" for number in unit[2:]]
+
     def progress(self, cursor: Cursor) -> float:
         """Return the epochs that have been begun before this one: how long one is shows at its end."""
         return float(cursor["epoch"])

@@ -35,6 +35,10 @@ class Units(Protocol):
         """Return the documents of a unit. Raises DataError where a token file holds what the model has no embedding for."""
         ...
 
+    def names(self, unit: Unit) -> list[int | str]:
+        """Return how a user finds what is in a unit: rows by their numbers in the prepared data, what else there is in words."""
+        ...
+
     def notes(self) -> list[str]:
         """Return what a user should know of how the units were formed, as lines."""
         ...
@@ -87,6 +91,10 @@ class RowUnits:
     def documents(self, unit: Unit) -> list[Document]:
         """Return the documents of a unit."""
         return [self._dataset[index] for index in unit]
+
+    def names(self, unit: Unit) -> list[int | str]:
+        """Return the numbers of the rows in the prepared data."""
+        return list(unit)
 
     def notes(self) -> list[str]:
         """Return how full the packs are; nothing of rows."""

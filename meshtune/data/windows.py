@@ -72,6 +72,10 @@ class WindowUnits:
         before = int(self._window_ends[document - 1]) if document else 0
         return [self._window(document, (number - before) * self._longest, self._longest)]
 
+    def names(self, unit: Unit) -> list[int | str]:
+        """Return which sequence of which epoch it is."""
+        return [f"sequence {unit[1]} of epoch {unit[0]}"]
+
     def notes(self) -> list[str]:
         """Return how many sequences an epoch has."""
         return [f"{self._count:,} sequences of up to {self._longest:,} tokens in an epoch"]

@@ -36,7 +36,7 @@ class Loader(Protocol):
     @property
     def epoch_progress(self) -> float: ...
 
-    taken: list[list[int]]
+    taken: list[list[int | str]]
 
 
 class Saver(Protocol):

@@ -146,6 +146,6 @@ class Reporter(Hook):
             raise TrainingError(f"the metrics of step {step} could not be written into {self.run}: {error}") from error
 
 
-def _named(rows: Sequence[int], shown: int = 8) -> str:
+def _named(rows: Sequence[int | str], shown: int = 8) -> str:
     more = f" and {len(rows) - shown} more" if len(rows) > shown else ""
     return ", ".join(map(str, rows[:shown])) + more

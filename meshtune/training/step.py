@@ -38,7 +38,7 @@ class StepResult:
     seconds: float = 0.0
     metrics: dict[str, Tensor] = field(default_factory=dict)
     verdict: Verdict = field(default_factory=Verdict)
-    rows: list[int] = field(default_factory=list)
+    rows: list[int | str] = field(default_factory=list)
 
 
 class TrainStep:

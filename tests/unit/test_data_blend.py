@@ -239,6 +239,19 @@ def test_options_of_packing_have_an_effect_or_are_refused(tmp_path: Path, write:
             from_mapping(DataSection, {"train_path": tokens, "packing": True, key: value})
 
 
+def test_units_are_named_as_a_user_finds_them(tmp_path: Path, write: Any) -> None:
+    """What a skipped step was trained on: rows by number, sequences by epoch, both behind the name of their source."""
+    rows, tokens = write("a.jsonl", *texts(2)), write_megatron(tmp_path / "b.bin", [[1, 2, 3, 4], [5, 6]])
+    order = GlobalOrder(opening(tmp_path, train_path=rows).training(), 2, shuffle=False)
+    assert [order.names(unit) for unit in order.batch(0, 0)] == [[0], [1]]
+    sources = [{"path": path, "weight": 1} for path in (rows, tokens)]
+    blended = GlobalOrder(opening(tmp_path, train_path=sources).training(), 2, shuffle=False)
+    assert [blended.names(unit) for unit in blended.batch(0, 0)] == [
+        [f"{rows}: 0"],
+        [f"{tokens}: sequence 0 of epoch 0"],
+    ]
+
+
 def test_a_preview_shows_each_source(tmp_path: Path, write: Any) -> None:
     sources = [{"path": write(f"{n}.jsonl", *texts(3)), "weight": 1} for n in "ab"]
     lines = opening(tmp_path, train_path=sources).preview()

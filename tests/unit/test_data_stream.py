@@ -121,6 +121,10 @@ def test_without_shuffling_rows_come_as_they_stand(tmp_path: Path, rows: Any) ->
     path = rows(*range(1, 12))
     found, cursor = run(tmp_path / "s", path, 4, shuffle=False)
     assert found == [[2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12], [2, 3, 4, 5]] and cursor["epoch"] == 1
+    one = Run(tmp_path / "s", path, shuffle=False)
+    one.lengths(2)
+    assert one.loaders[0].taken[:2] == [["document 4 of block 0 of epoch 0"], ["document 0 of block 1 of epoch 0"]]
+    one.close()
     dropped, _ = run(tmp_path / "s", path, 4, shuffle=False, drop_last=True)
     assert dropped == [[2, 3, 4, 5], [6, 7, 8, 9], [2, 3, 4, 5], [6, 7, 8, 9]]
 
