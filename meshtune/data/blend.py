@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshtune.data.collate import Document
-from meshtune.data.dataset import TokenDataset
+from meshtune.data.held_out import Rows
 from meshtune.data.packing import DEFAULT_PACKING, PackingOptions
 from meshtune.data.report import DataReport
 from meshtune.data.units import RowUnits, Unit, Units
@@ -20,14 +20,18 @@ from meshtune.errors import DataError
 _SEEDS_APART = 2**32
 
 
-class Part(Protocol):
-    """Data of one source."""
+class Reported(Protocol):
+    """What a source says of itself."""
 
     @property
     def report(self) -> DataReport: ...
 
     @property
     def fingerprint(self) -> str: ...
+
+
+class Part(Reported, Protocol):
+    """Data of one source."""
 
     @property
     def mean_length(self) -> float: ...
@@ -63,7 +67,7 @@ class PartsReport(DataReport):
 class Joined:
     """Rows of several sources, one source behind the other: one set of rows that are shuffled and packed together."""
 
-    def __init__(self, parts: Sequence[TokenDataset]) -> None:
+    def __init__(self, parts: Sequence[Rows]) -> None:
         self._parts = list(parts)
         self._ends = np.cumsum([len(part) for part in parts])
         self.lengths: NDArray[np.int64] = np.concatenate([part.lengths for part in parts])
@@ -217,12 +221,12 @@ def _apportion(count: int, shares: Sequence[float]) -> list[int]:
     return whole
 
 
-def _fingerprint(parts: Sequence[Part], shares: Sequence[float] | None) -> str:
+def _fingerprint(parts: Sequence[Reported], shares: Sequence[float] | None) -> str:
     facts = f"{[part.fingerprint for part in parts]} {shares}"
     return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
-def _report(parts: Sequence[Part], shares: Sequence[float | None]) -> PartsReport:
+def _report(parts: Sequence[Reported], shares: Sequence[float | None]) -> PartsReport:
     found = [part.report for part in parts]
     lines = []
     for report, share in zip(found, shares, strict=True):

@@ -18,6 +18,7 @@ def combinations(section: DataSection) -> Iterable[tuple[str, str]]:
     yield from _source_problems(section)
     yield from _packing_problems(section)
     yield from _stream_problems(section)
+    yield from _held_out_problems(section)
 
 
 def _packing_problems(section: DataSection) -> Iterable[tuple[str, str]]:
@@ -47,6 +48,23 @@ def _stream_problems(section: DataSection) -> Iterable[tuple[str, str]]:
         yield "streaming", "is for rows; token files are read where they lie anyway: leave it out"
     elif section.sources:
         yield "streaming", "takes plain paths; sources with settings of their own are prepared before training"
+
+
+def _held_out_problems(section: DataSection) -> Iterable[tuple[str, str]]:
+    size = section.validation_size
+    if size is None:
+        return
+    if section.validation_path is not None:
+        yield (
+            "validation_size",
+            "holds rows out of the training data, but validation_path names some; leave one of them out",
+        )
+    if isinstance(size, float) and size >= 1:
+        yield "validation_size", f"is {size}; write a fraction below 1, or a whole number of rows"
+    if section.streaming:
+        yield "validation_size", "has no effect on a stream, whose rows are not known before; name a validation_path"
+    if any(map(is_token_path, section.train_paths)):
+        yield "validation_size", "is for rows; of token files name some in validation_path"
 
 
 def _source_problems(section: DataSection) -> Iterable[tuple[str, str]]:

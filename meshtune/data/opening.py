@@ -7,12 +7,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from meshtune.data import store
 from meshtune.data.blend import Blend, Joined
 from meshtune.data.dataset import TokenDataset
+from meshtune.data.held_out import Rows, Subset, hold_out
 from meshtune.data.prepare import naming, prepare, preview, validation_setting
 from meshtune.data.section import as_list
 from meshtune.data.stream import Stream, Streaming
@@ -23,14 +25,15 @@ from meshtune.errors import DataError
 if TYPE_CHECKING:
     from meshtune.data.section import DataSection
 
-Finite = TokenDataset | TokenCorpus | Joined | Blend
+Finite = TokenDataset | TokenCorpus | Joined | Blend | Subset
 Tokens = Finite | Stream
 
 
 @dataclass(frozen=True)
 class Opening:
     """What decides tokens beside the section itself: the tokenizer, the longest document in tokens, and the number of ids that
-    the model has an embedding for. `cache_dir` as in `prepare`; `streaming` says how the ranks of a node share a stream.
+    the model has an embedding for. `cache_dir` as in `prepare`; `streaming` says how the ranks of a node share a stream; `seed`
+    chooses the rows that are held out.
     """
 
     section: DataSection
@@ -39,20 +42,43 @@ class Opening:
     vocabulary: int
     cache_dir: str | os.PathLike[str] | None = None
     streaming: Streaming | None = None
+    seed: int = 42
 
     def training(self) -> Tokens:
         """Return the training data. Raises DataError naming what cannot be used."""
+        return self._train[0]
+
+    @cached_property
+    def _train(self) -> tuple[Tokens, Finite | None]:
+        """Training data, and what of it is held out for validation."""
+        size = self.section.validation_size
+        if size is None:
+            return self._whole(), None
+        with naming("data.train_path"):
+            parts = [cast(Rows, part._open(as_list(part.section.train_path), part._split)) for part in self._parts()]
+            weights = [source.weight for source in self.section.sources if source.weight is not None]
+            cut = self.max_seq_length if self.section.overlong == "split" else None
+            if not weights:
+                return hold_out(parts[0] if len(parts) == 1 else Joined(parts), size, self.seed, cut)
+            total = sum(map(len, parts))
+            pairs = [
+                hold_out(p, size if size < 1 else max(1, round(size * len(p) / total)), self.seed, cut) for p in parts
+            ]
+            return Blend([kept for kept, _ in pairs], weights), Joined([held for _, held in pairs])
+
+    @property
+    def _split(self) -> str:
+        return self.section.train_split or "train"
+
+    def _whole(self) -> Tokens:
         self._check_separator()
         with naming("data.train_path"):
             if self.section.streaming:
                 return self._stream()
             paths, weights = as_list(self.section.train_path), [source.weight for source in self.section.sources]
             if len(weights) == 0 or (weights[0] is None and all(map(is_token_path, paths))):
-                return self._open(paths, self.section.train_split or "train")
-            parts = [
-                part._open(as_list(part.section.train_path), part.section.train_split or "train")
-                for part in self._parts()
-            ]
+                return self._open(paths, self._split)
+            parts = [part._open(as_list(part.section.train_path), part._split) for part in self._parts()]
             given = [weight for weight in weights if weight is not None]
             return Blend(parts, given) if given else _joined(parts)
 
@@ -69,7 +95,7 @@ class Opening:
     def validation(self) -> dict[str, Finite]:
         """Return the validation sets by name, one alone under "". Raises DataError naming what cannot be used."""
         split = self.section.validation_split or "validation"
-        found: dict[str, Finite] = {}
+        found: dict[str, Finite] = {} if self._train[1] is None else {"": self._train[1]}
         for name, paths in self.section.validation_sets.items():
             with naming(validation_setting(name)):
                 found[name] = self._open(as_list(paths), split)
@@ -90,7 +116,7 @@ class Opening:
         lines = []
         with naming("data.train_path"):
             for part in self._parts():
-                lines += part._preview(as_list(part.section.train_path), part.section.train_split or "train")
+                lines += part._preview(as_list(part.section.train_path), part._split)
         for setting, paths, split in sets:
             with naming(setting):
                 lines += self._preview(as_list(paths), split)

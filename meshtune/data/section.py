@@ -64,6 +64,12 @@ class DataSection(Section):
         description="Validation data, in the same forms, or several sets by name (`{chat: a.jsonl, code: b.jsonl}`), each with "
         "metrics of its own. Losses are token-weighted.",
     )
+    validation_size: int | float | None = Field(
+        default=None,
+        gt=0,
+        description="Rows of the training data to keep apart for validation, chosen by the seed, in place of validation_path: a "
+        "count, or a fraction below 1 (of each source that has a weight).",
+    )
     train_split: str | None = Field(
         default=None, description="Split of a hub id to train on (default: train). Hub ids only."
     )
@@ -157,6 +163,11 @@ class DataSection(Section):
     def has_sources_of_their_own(self) -> bool:
         """Whether some source of the training data may have a format of its own."""
         return any(isinstance(item, SourceSection) for item in self.train_path)
+
+    @property
+    def validation_names(self) -> list[str]:
+        """Names of the validation sets, of one alone ""; none where there is no validation."""
+        return [""] if self.validation_size is not None else list(self.validation_sets)
 
     @property
     def validation_sets(self) -> dict[str, str | list[str]]:

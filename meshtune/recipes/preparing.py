@@ -19,7 +19,7 @@ def prepared(recipe: Recipe) -> Iterator[str]:
     source = resolve(recipe.model)
     length, vocabulary = resolved_length(recipe, source), vocabulary_of(source)
     folder = cache_folder() / "data"
-    opening = Opening(recipe.rows, load_tokenizer(recipe.model), length, vocabulary, folder)
+    opening = Opening(recipe.rows, load_tokenizer(recipe.model), length, vocabulary, folder, seed=recipe.seed)
     yield from _told("data        ", opening.training())
     for name, data in opening.validation().items():
         yield from _told(f"validation  {name + ': ' if name else ''}", data)

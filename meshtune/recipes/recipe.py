@@ -49,8 +49,8 @@ class Recipe(Section):
 
     def problems(self) -> Iterable[tuple[str, str]]:
         for key in ("eval_every_steps", "eval_every_epochs"):
-            if getattr(self.training, key) is not None and self.data.validation_path is None:
-                yield f"training.{key}", "has no effect without data.validation_path"
+            if getattr(self.training, key) is not None and not self.data.validation_names:
+                yield f"training.{key}", "has no effect without data.validation_path or data.validation_size"
         yield from self._checkpoint_problems()
         if self.model.dtype in ("bfloat16", "float16") and self.training.precision == "fp32":
             yield (
@@ -72,9 +72,12 @@ class Recipe(Section):
             )
 
     def _checkpoint_problems(self) -> Iterable[tuple[str, str]]:
-        metric, sets = self.checkpoint.best_metric, self.data.validation_sets
+        metric, sets = self.checkpoint.best_metric, self.data.validation_names
         if metric is not None and not sets:
-            yield "checkpoint.best_metric", "has no effect without a validation set (data.validation_path)"
+            yield (
+                "checkpoint.best_metric",
+                "has no effect without a validation set (data.validation_path or data.validation_size)",
+            )
         elif metric is not None:
             prefixes = [f"validation_{name}_" if name else "validation_" for name in sets]
             known = [prefix + kind for prefix in prefixes for kind in COMPARED]

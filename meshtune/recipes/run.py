@@ -152,7 +152,9 @@ class Setup:
 
         cache = cache_folder() / "data"
         streaming = Streaming(_meeting_place(self.run), self.world.local_rank == 0, self.world.is_first)
-        found = Opening(plan.recipe.rows, plan.tokenizer, plan.max_seq_length, plan.vocabulary, cache, streaming)
+        found = Opening(
+            plan.recipe.rows, plan.tokenizer, plan.max_seq_length, plan.vocabulary, cache, streaming, plan.recipe.seed
+        )
         training = found.training()
         if isinstance(training, Stream):
             self.held.callback(training.close)
