@@ -79,6 +79,7 @@ class BlockEncoder:
         documents = [d for part in _batched(rows, _ROWS_AT_ONCE) for d in self._documents(rows_encoder, part, report)]
         ids = [document.input_ids for document in documents]
         flags = [document.supervised for document in documents]
+        report.format = ", ".join(name for what, name in rows_encoder.seen if what == "format")
         report.documents, report.tokens = len(documents), sum(map(len, ids))
         report.supervised_tokens = sum(int(np.count_nonzero(flag[1:])) for flag in flags)
         return EncodedBlock(

@@ -66,7 +66,9 @@ class ConversationEncoder:
     def _converted(self, row: Row) -> Row:
         try:
             columns = columns_of(row)
-            return Row(row.name, to_messages(columns, self._format_of(columns)))
+            row_format = self._format_of(columns)
+            self.seen["format", row_format] += 1
+            return Row(row.name, to_messages(columns, row_format))
         except UnusableRow as unusable:
             return Row(row.name, None, unusable.problem)
 

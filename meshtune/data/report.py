@@ -91,6 +91,8 @@ class DataReport:
         """Add the counts of rows that come after those of this report."""
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        formats = [name for report in (self, other) for name in report.format.split(", ") if name]
+        self.format = ", ".join(dict.fromkeys(formats))
         for reason, theirs in other.unusable.items():
             item = self.unusable.setdefault(reason, Unusable())
             item.count += theirs.count

@@ -200,6 +200,7 @@ def test_files_and_rows_of_several_conversational_formats_are_one_set(tmp_path: 
     dataset = ready([first, second], tokenizer)
     assert len(dataset) == 4 and all(told(tokenizer, dataset, row) == (CHAT, "yes<|im_end|>") for row in range(4))
     assert dataset.report.unusable == {}
+    assert dataset.report.format == "messages, sharegpt, prompt_completion, alpaca"
 
 
 def test_sets_that_cannot_be_one_name_both(tmp_path: Path) -> None:
