@@ -101,7 +101,9 @@ def test_what_is_no_data_file_is_refused_at_once_and_all_together(tmp_path: Path
     with pytest.raises(DataError) as error:
         open_sources(paths)
     lines = str(error.value).splitlines()
-    for line, words in zip(lines, ["no such file", "is empty", "suffix .txt", "matches no", "no data file"], strict=True):
+    for line, words in zip(
+        lines, ["no such file", "is empty", "suffix .txt", "matches no", "no data file"], strict=True
+    ):
         assert words in line
     assert "hub id" in lines[0] and ".parquet" in lines[0]
     with pytest.raises(DataError, match="no data file"):
