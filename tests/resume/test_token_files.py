@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 from meshtune.config import from_mapping
 from meshtune.errors import RecipeError
 from meshtune.recipes.recipe import Recipe
+from meshtune.verify.miniature import documents_of
 from tests.resume.conftest import Bench
-from tests.resume.runs import losses
+from tests.resume.runs import lines, losses
 from tests.unit.token_file_writers import write_megatron, write_raw
 
 LENGTHS = [3, 30, 1, 17, 9, 2, 44, 12, 21, 5, 8, 33]
@@ -38,8 +39,10 @@ def test_the_first_loss_is_that_of_the_sequences_read_by_hand(
     bench: Bench, tmp_path: Path, documents: list[list[int]]
 ) -> None:
     """In file order the first batch is the first 4 x 16 tokens that are predicted, each document's part on its own."""
-    recipe = recipe_of(bench, write_megatron(tmp_path / "a.bin", documents), shuffle=False)
+    path = write_megatron(tmp_path / "a.bin", documents)
+    recipe = recipe_of(bench, path, shuffle=False, validation_path=path)
     assert bench.train(recipe).error is None
+    assert [row["step"] for row in lines(Path(recipe["checkpoint"]["dir"])) if "validation_loss" in row] == [0, 6]
     model = AutoModelForCausalLM.from_pretrained(bench.model("qwen3"), dtype=torch.float32)
     left, sums, count = 4 * LONGEST, torch.zeros(()), 0
     at = 0  # places of the line of positions
@@ -81,6 +84,15 @@ def test_a_foreign_vocabulary_is_an_error_before_training(bench: Bench, tmp_path
     recipe = recipe_of(bench, write_raw(tmp_path / "a.bin", [1, 2, 3, 5000]))
     assert "data.train_path: " in (error := str(bench.train(recipe).error)) and "token 3 is 5000" in error
     assert not (Path(recipe["checkpoint"]["dir"]) / "metrics.jsonl").exists()
+
+
+def test_verify_takes_its_documents_from_token_files_too(
+    bench: Bench, tmp_path: Path, documents: list[list[int]]
+) -> None:
+    recipe = from_mapping(Recipe, recipe_of(bench, write_megatron(tmp_path / "a.bin", documents)))
+    found = documents_of(recipe)
+    assert [row.input_ids.tolist() for row in found] == [d[:32] for d in documents if len(d) > 1]
+    assert all(row.supervised.all() for row in found)
 
 
 def test_settings_that_no_token_file_reads_are_refused(tmp_path: Path) -> None:
