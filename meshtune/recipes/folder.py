@@ -26,6 +26,7 @@ _FREE = (
     "training.activation_checkpointing",
     "training.compile",
     "training.eval_every_steps",
+    "training.eval_every_epochs",
     "data.train_path",
     "data.validation_path",
     "data.validation_split",
