@@ -66,10 +66,11 @@ class Reader(dcp.FileSystemReader):
         tensors = json.loads(file.read_text(encoding="utf-8"))
         stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         places: dict[MetadataIndex, _StorageInfo] = {}
+        sizes = _Sizes(self._folder)
         try:
             for name, entry in tensors.items():
                 stored[name] = _metadata(name, entry)
-                places.update(_places(self._folder, name, entry))
+                places.update(_places(sizes, name, entry))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
         return Metadata(stored, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id))
@@ -117,12 +118,24 @@ def _metadata(name: str, entry: Mapping[str, Any]) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
 
 
-def _places(folder: Path, name: str, entry: Mapping[str, Any]) -> dict[MetadataIndex, _StorageInfo]:
+def _places(sizes: _Sizes, name: str, entry: Mapping[str, Any]) -> dict[MetadataIndex, _StorageInfo]:
     places = {}
     for chunk in entry["chunks"]:
-        file = inside(folder, chunk["file"], links=False)
-        start, length = int(chunk["start"]), int(chunk["length"])
-        if start < 0 or length < 0 or not file.is_file() or start + length > file.stat().st_size:
+        file, start, length = chunk["file"], int(chunk["start"]), int(chunk["length"])
+        if start < 0 or length < 0 or start + length > sizes[file]:
             raise ValueError(f"{name} should lie at bytes {start:,} to {start + length:,} of {file}, which has no such")
-        places[MetadataIndex(name, torch.Size(chunk["offset"]))] = _StorageInfo(chunk["file"], start, length)
+        places[MetadataIndex(name, torch.Size(chunk["offset"]))] = _StorageInfo(file, start, length)
     return places
+
+
+class _Sizes(dict[str, int]):
+    """Bytes of each file of a folder, -1 of one that is not there, looked up once. Raises ValueError for one elsewhere."""
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, name: str) -> int:
+        file = inside(self._folder, name, links=False)
+        self[name] = file.stat().st_size if file.is_file() else -1
+        return self[name]
