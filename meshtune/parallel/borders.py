@@ -8,24 +8,27 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-__all__ = ["at_entry", "at_exit", "carries_gradient"]
+__all__ = ["at_entry", "at_exit", "is_activation"]
 
 
 def at_entry(
     module: nn.Module,
     first: Callable[[Tensor], Tensor],
-    which: Callable[[Tensor], bool],
+    which: Callable[[Tensor, Tensor | None], bool],
     further: Callable[[Tensor], Tensor],
 ) -> None:
-    """Every activation that enters the module: the first, and those after it."""
+    """Every activation that enters the module: the first, and those after it.
+
+    `which` says of a tensor whether it is one, given the first of them, if there was one before it.
+    """
 
     def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        seen: list[None] = []
+        seen: list[Tensor] = []
 
         def one(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not which(value):
+            if not isinstance(value, Tensor) or not which(value, seen[0] if seen else None):
                 return value
-            seen.append(None)
+            seen.append(value)
             return first(value) if len(seen) == 1 else further(value)
 
         return tree_map(one, args), tree_map(one, kwargs)
@@ -33,8 +36,11 @@ def at_entry(
     module.register_forward_pre_hook(enter, with_kwargs=True)
 
 
-def carries_gradient(value: Tensor) -> bool:
-    return value.requires_grad
+def is_activation(value: Tensor, hidden_states: Tensor | None) -> bool:
+    """What carries a gradient; and, since in evaluation nothing does, the first tensor of a call and those shaped like it."""
+    if value.requires_grad:
+        return True
+    return value.is_floating_point() and (hidden_states is None or value.shape == hidden_states.shape)
 
 
 def at_exit(module: nn.Module, communicate: Callable[[Tensor], Tensor]) -> None:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from meshtune.layout import Plan
 from meshtune.layout.collectives import gather_from, reduce_scatter_to, scatter_to
 from meshtune.layout.peers import Peers
-from meshtune.parallel.borders import at_entry, at_exit
+from meshtune.parallel.borders import at_entry, at_exit, is_activation
 
 __all__ = ["cut_sequence"]
 
@@ -34,9 +34,12 @@ class SequencePart:
     def leave(self, hidden_states: Tensor) -> Tensor:
         return gather_from(hidden_states, self.dim, self.peers, partial=False)
 
-    def holds(self, value: Tensor) -> bool:
-        """Whether a tensor is of these positions, and not of the whole row as tables of positions are."""
-        if value.ndim < 2 or (value.is_floating_point() and torch.is_grad_enabled() and not value.requires_grad):
+    def holds(self, value: Tensor, hidden_states: Tensor | None) -> bool:
+        """Whether a tensor is of these positions, and not of the whole row as tables of positions are. `hidden_states` is the
+        first that was, in the same call."""
+        if value.ndim < 2:
+            return False
+        if torch.is_grad_enabled() and value.is_floating_point() and not is_activation(value, hidden_states):
             return False
         return value.shape[1] == self.length if value.ndim > 2 else value.shape[0] == self.batch * self.length
 
@@ -78,7 +81,7 @@ def cut_sequence(model: nn.Module, plan: Plan, runs: Sequence[Sequence[str]], pe
     """From the first block of a run to its last, hidden states are this rank's part of the sequence; splits see all of it."""
     sequence = SequencePart(peers, plan.sequences.dim)
     for run in runs:
-        _scatterat_entry(model.get_submodule(run[0]), sequence)
+        _scatter_at_entry(model.get_submodule(run[0]), sequence)
     for path in chain.from_iterable(runs):
         _scatter_arguments(model.get_submodule(path), plan.sequences.beside, peers)
     for split in plan.splits:
@@ -94,7 +97,7 @@ def cut_sequence(model: nn.Module, plan: Plan, runs: Sequence[Sequence[str]], pe
         at_exit(model.get_submodule(run[-1]), sequence.leave)
 
 
-def _scatterat_entry(block: nn.Module, sequence: SequencePart) -> None:
+def _scatter_at_entry(block: nn.Module, sequence: SequencePart) -> None:
     def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
         if args:
             return (sequence.enter(args[0]), *args[1:]), kwargs

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from meshtune.layout import Group, Layout, Plan
 from meshtune.layout.collectives import copy_to, gather_from, reduce_from, share_of
 from meshtune.layout.peers import Peers
 from meshtune.layout.pieces import Cut, Piece, named_pieces, piece_of, set_piece
-from meshtune.parallel.borders import at_entry, at_exit, carries_gradient
+from meshtune.parallel.borders import at_entry, at_exit, is_activation
 from meshtune.parallel.sequence import cut_sequence
 
 
@@ -71,7 +71,7 @@ def parallelize(model: nn.Module, plan: Plan, layout: Layout, runs: Sequence[Seq
     copied, shared_out = partial(copy_to, peers=peers), partial(share_of, peers=peers)
     for split in plan.splits:
         for path in split.entries:
-            at_entry(model.get_submodule(path), copied, carries_gradient, shared_out if split.adds else copied)
+            at_entry(model.get_submodule(path), copied, is_activation, shared_out if split.adds else copied)
         for path in split.exits:
             at_exit(model.get_submodule(path), partial(reduce_from, peers=peers))
 
@@ -99,20 +99,27 @@ def _set_local(module: nn.Module, name: str, value: Any) -> None:
 
 def _take_own_heads(module: nn.Module, heads: int, peers: Peers) -> None:
     def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map(one, args), tree_map(one, kwargs)
+        hidden_states = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))
+        return tree_map(partial(one, hidden_states), args), tree_map(partial(one, hidden_states), kwargs)
 
-    def one(value: Any) -> Any:
-        if (
-            not isinstance(value, Tensor)
-            or value.requires_grad
-            or not value.is_floating_point()
-            or value.shape[0] % heads
-        ):
+    def one(hidden_states: Tensor, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not _is_by_head(value, heads, hidden_states):
             return value
         rows = value.unflatten(0, (-1, heads))
         return rows.chunk(peers.size, 1)[peers.rank].flatten(0, 1)
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
+
+
+def _is_by_head(value: Tensor, heads: int, hidden_states: Tensor) -> bool:
+    """Whether a tensor is [heads, ...] or [batch * heads, ...], and neither like the hidden states nor a mask [batch, 1, ...] of
+    a batch of as many rows as there are heads."""
+    batch = hidden_states.shape[0]
+    if not value.is_floating_point() or value.ndim < 2 or value.shape == hidden_states.shape:
+        return False
+    if value.shape[0] == heads:
+        return not (batch == heads and value.ndim == 4 and value.shape[1] == 1)
+    return value.shape[0] == batch * heads
 
 
 def _divide(module: nn.Module, name: str, size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -17,7 +18,7 @@ from meshtune.models.section import ModelSection
 from meshtune.models.source import Source, causal_lm
 from meshtune.parallel.tensor import parallelize
 from meshtune.recipes.plans import declare, findings
-from tests.unit.models_tiny import CONFIGS, tiny_source
+from tests.unit.models_tiny import CONFIGS, tiny_model, tiny_source
 
 Cuts = dict[str, tuple[int, tuple[int, ...]]]
 
@@ -274,3 +275,43 @@ def test_a_pattern_that_names_nothing_is_an_error_with_the_nearest_name(pattern:
         planned(tiny_source("llama"), asked={pattern: "colwise"})
     assert f"distributed.plan: {pattern!r} names no module of LlamaForCausalLM" in str(error.value)
     assert hint in str(error.value)
+
+
+# Their masks are made of the part of a row that reaches the first block.
+ENCODERS = {"bert", "electra"}
+
+
+@pytest.mark.parametrize("name", sorted(ENCODERS))
+def test_what_cannot_have_its_sequence_cut_is_refused(name: str) -> None:
+    with pytest.raises(LayoutError, match="sequence_parallel: true changes what"):
+        findings(tiny_source(name), layout_of(2, sequence_parallel=True), None)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"mamba", "llama-odd", "hrm_text"} - ENCODERS))
+def test_evaluation_is_that_of_the_whole_model(name: str, rows: int, sequence_parallel: bool) -> None:
+    """Without gradients, residuals that enter a cut module (Bloom) are still added once. Four rows are as many as there are
+    heads: a mask [rows, 1, ...] is not taken for scores by head [rows * heads, ...]."""
+    source = tiny_source(name)
+    layout = layout_of(2, sequence_parallel)
+    model = hf.build(source, "eager")
+    plan = declare(model, findings(source, layout, None), layout)
+    whole = tiny_model(name).eval()
+    owns = [copy.deepcopy(whole) for _ in range(2)]
+    ids = torch.randint(4, 90, (rows, 10), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, 5:] = 0
+
+    def hidden_states(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return model.base_model(ids, attention_mask=mask, use_cache=False).last_hidden_state[mask.bool()]
+
+    def local(layout: Layout) -> torch.Tensor:
+        own = owns[layout.rank("tp")]
+        parallelize(own, plan, layout)
+        return hidden_states(own)
+
+    wanted = hidden_states(whole)
+    for found in simulate(layout, local):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
