@@ -165,7 +165,9 @@ def _encoded(encoder: BlockEncoder, sources: Sequence[Source], workers: int | No
 def _left_aside(sources: Sequence[Source]) -> list[str]:
     """Return what is said of files that lie in a folder of data and are none."""
     found = [source for source in sources if isinstance(source, FileSource) and source.left_aside]
-    return [f"left aside, no data by their names: {', '.join(source.left_aside)} (beside {source.name})" for source in found]
+    return [
+        f"left aside, no data by their names: {', '.join(source.left_aside)} (beside {source.name})" for source in found
+    ]
 
 
 def _finish(report: DataReport, lengths: Sequence[int], warnings: list[str]) -> None:

@@ -53,7 +53,7 @@ class ChatTemplate:
         a string or a list of parts; rows do, too. `rendered` is the text of the row's own shape, if it is known.
         Raises UnusableRow with the complaint about the row's own shape.
         """
-        complaints = []
+        complaints: list[UnusableRow] = []
         for shape in variants(conversation):
             rendered = rendered if not complaints else None
             try:
