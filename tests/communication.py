@@ -106,7 +106,7 @@ def save_rows(folder: Path, count: int, length: int) -> Path:
 def steps(recipe: dict[str, Any], rows: Path) -> Iterator[tuple[Setup, Any]]:
     """A run that is set up, and what makes its next optimizer step."""
     with ExitStack() as held:
-        setup = Setup(from_mapping(Recipe, recipe), connect("cpu"), held, rows=lambda _: (store.load(rows), None))
+        setup = Setup(from_mapping(Recipe, recipe), connect("cpu"), held, rows=lambda _: (store.load(rows), {}))
         setup.model, parallel = assembly.build_model(setup, None)
         parts, state, _ = assembly.assemble(setup, parallel, SignalStop())
 

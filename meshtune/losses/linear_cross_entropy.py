@@ -165,7 +165,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         trainable = [p for p in parameters if p.requires_grad]
         hidden_gradient = torch.empty_like(hidden_states) if hidden_states.requires_grad else None
-        gradients = [torch.zeros_like(p, dtype=torch.float32) for p in trainable]
+        gradients: list[Tensor | None] = [None] * len(trainable)
         loss_sum = hidden_states.new_zeros((), dtype=torch.float32)
         for rows in _chunks(len(hidden_states), chunk_size):
             chunk = hidden_states[rows].detach().requires_grad_(hidden_gradient is not None)
@@ -179,13 +179,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             parts = list(torch.autograd.grad(logits, inputs, logits_gradient, allow_unused=True))
             if hidden_gradient is not None:
                 _fill(hidden_gradient[rows], parts.pop(0))
-            for total, part in zip(gradients, parts, strict=True):
-                if part is not None:
-                    total.add_(part)
+            gradients = [_added(total, part) for total, part in zip(gradients, parts, strict=True)]
         if hidden_gradient is not None and vocabulary is not None:
             hidden_gradient = vocabulary.peers.all_reduce(hidden_gradient)
         ctx.hidden_gradient = hidden_gradient
-        ctx.parameter_gradients = [gradients.pop(0) if p.requires_grad else None for p in parameters]
+        own = (torch.zeros_like(p) if g is None else g for g, p in zip(gradients, trainable, strict=True))
+        ctx.parameter_gradients = [next(own) if p.requires_grad else None for p in parameters]
         ctx.dtypes = [p.dtype for p in parameters]
         return loss_sum
 
@@ -249,6 +248,13 @@ def _of_a_part(logits: Tensor, targets: Tensor, vocabulary: VocabularyPart) -> t
     gradient.mul_(((largest - top).exp() / total).unsqueeze(-1))
     gradient.scatter_add_(-1, index, -own.to(gradient.dtype).unsqueeze(-1))
     return loss_sum, gradient[:, :width].to(logits.dtype)
+
+
+def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """The sum in float32. The first part is taken as it is: a tensor of zeros as large as the head would cost a pass over it."""
+    if part is None:
+        return total
+    return part.float() if total is None else total.add_(part)
 
 
 def _fill(destination: Tensor, part: Tensor | None) -> None:

@@ -84,7 +84,7 @@ def shard(root: nn.Module, model: nn.Module, layout: Layout, plan: Plan, setting
     checkpoint_activations(model, settings.activation_checkpointing, _reopening(settings, balance))
     if settings.compile:
         compile_units(units, layout.device_type)
-    if layout.strategy == "fsdp2":
+    if layout.strategy == "fsdp2" and not _nothing_to_share(layout, settings):
         _shard_data_parallel(root, model, units, layout, plan, settings)
     return Sharded(plan, shared, cut, balance)
 
@@ -118,6 +118,12 @@ def _reopening(settings: Settings, balance: Balance | None) -> Reopening | None:
         return own(None if other is None else other())
 
     return both
+
+
+def _nothing_to_share(layout: Layout, settings: Settings) -> bool:
+    """One rank has all that data parallelism would share out, and computes in the dtype of the weights: FSDP2 would only copy."""
+    ranks = layout.size("dp_replicate") * layout.size("fsdp")
+    return ranks == 1 and layout.ep == 1 and settings.compute_dtype == torch.float32
 
 
 def _shard_data_parallel(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
@@ -262,7 +263,7 @@ class Pipeline:
 def _stage_gradients(
     root: nn.Module, model: nn.Module, stages: Stages, layout: Layout, schedule: str
 ) -> StageGradients:
-    if layout.strategy == "ddp":
+    if not isinstance(root, FSDPModule):
         return ReplicatedStages(root, layout)
     return DeferredShards(root, layout) if schedule == _ZERO_BUBBLE else ShardedStages(root, model, stages, layout)
 

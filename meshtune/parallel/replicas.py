@@ -1,4 +1,4 @@
-"""DDP: a full copy on each rank, whose gradients are averaged.
+"""DDP: a full copy on each rank, whose gradients are averaged; nothing where one rank is all there is.
 
 Where the gradient does not reach every parameter (those of a router's balance, of a tower that text does not use), DDP must
 be told to look; told so of any other model, it walks each step's graph in vain, and torch warns. The first training forward
@@ -28,7 +28,7 @@ class Replicas:
         self._ddp: DistributedDataParallel | None = None
 
     def __call__(self, *args: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if self._layout.size("loss") == 1 or not torch.is_grad_enabled():
             return self._root(*args)
         if self._ddp is None:
             self._ddp = self._wrap(args)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from meshtune.data.batch import Batch
 from meshtune.data.padding import alike
@@ -104,11 +105,9 @@ class Parallel:
 def _data_parallel(
     root: nn.Module, model: nn.Module, layout: Layout, sharded: Sharded
 ) -> Replicas | Shards | MegatronShards:
-    if layout.strategy == "ddp":
-        return Replicas(root, layout)
     if layout.strategy == "megatron_fsdp":
         return MegatronShards(root, [model.get_submodule(name) for name in sharded.plan.units], layout)
-    return Shards(root, layout)
+    return Shards(root, layout) if isinstance(root, FSDPModule) else Replicas(root, layout)
 
 
 class _Whole:
