@@ -74,11 +74,13 @@ def trl(folder: Path, steps: int, work: Work, **mode: Any) -> None:
     from trl import SFTConfig, SFTTrainer
 
     seen: list[tuple[int, int]] = []
-    sizes = {"per_device_train_batch_size": _packs(work)} if mode.get("packing") else {}
+    sizes = {"per_device_train_batch_size": work.packs} if mode.get("packing") else {}
     arguments = SFTConfig(
         **{**_arguments(folder, steps, work), **sizes},
         **mode,
-        max_length=work.longest,
+        max_length=None
+        if mode.get("padding_free")
+        else work.longest,  # TRL takes none beside padding_free; no row is longer
         assistant_only_loss=True,
         gradient_checkpointing=False,
         model_init_kwargs={"dtype": "float32"},
@@ -104,7 +106,7 @@ def meshtune(folder: Path, steps: int, work: Work, packing: bool) -> None:
 
 def recipe(folder: Path, steps: int, work: Work, packing: bool) -> dict[str, Any]:
     """Padded rows, or packs of about as many tokens as the padded rows have real ones."""
-    rows = _packs(work) if packing else work.micro_batch
+    rows = work.packs if packing else work.micro_batch
     return {
         "model": {"name": str(folder / "model")},
         "data": {
@@ -124,11 +126,6 @@ def recipe(folder: Path, steps: int, work: Work, packing: bool) -> dict[str, Any
         "checkpoint": {"dir": str(folder / "run"), "export": "none", "resume": "never"},
         "logging": {"progress": "none"},
     }
-
-
-def _packs(work: Work) -> int:
-    """A row is about half as long as the longest."""
-    return max(1, work.micro_batch // 2)
 
 
 def _arguments(folder: Path, steps: int, work: Work) -> dict[str, Any]:
