@@ -155,7 +155,7 @@ def _spread(ratios: list[float]) -> str:
     return f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
-def _setting(text: str) -> tuple[str, Any]:
+def setting(text: str) -> tuple[str, Any]:
     key, _, value = text.partition("=")
     return key, int(value)
 
@@ -167,7 +167,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--contenders", type=lambda text: text.split(","), default=list(CONTENDERS))
-    parser.add_argument("--set", type=_setting, nargs="*", default=[], metavar="KEY=N", help="sizes of the work")
+    parser.add_argument("--set", type=setting, nargs="*", default=[], metavar="KEY=N", help="sizes of the work")
     return parser.parse_args()
 
 

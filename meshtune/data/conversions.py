@@ -75,8 +75,9 @@ def _sharegpt(columns: Columns) -> Columns:
     )
     if turns is None:
         raise UnusableRow("no column `conversations`", _found(columns))
-    if not isinstance(turns, list):
-        raise UnusableRow("`conversations` is not a list of messages", f"found {type(turns).__name__}")
+    if not isinstance(turns, list) or not turns:
+        found = "an empty list" if turns == [] else type(turns).__name__
+        raise UnusableRow("`conversations` is not a list of messages", f"found {found}")
     messages = [_turn(turn, f"message {index}") for index, turn in enumerate(turns)]
     return _with_system(columns, messages)
 

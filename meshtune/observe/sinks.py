@@ -1,7 +1,7 @@
 """Where metrics go.
 
 A logging step writes one line with `step, epoch, loss, grad_norm, learning_rate, tokens, supervised_tokens,
-tokens_per_second, mfu, peak_memory_bytes, step_time_s`; a validation writes one with `step, epoch,
+tokens_per_second, mfu, peak_memory_bytes, step_time_s, data_wait_s`; a validation writes one with `step, epoch,
 validation_loss, validation_perplexity, validation_token_accuracy, validation_tokens`, those of a named set as
 `validation_<name>_loss` and so on. A bad step that is skipped writes one with `step, epoch, skipped, rows`, one
 that sends the run back to a checkpoint `step` (the checkpoint's), `rolled_back_from, reason, rows`. The counts are

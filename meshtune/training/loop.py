@@ -117,8 +117,10 @@ def _train_once(parts: Fit, state: TrainState, hooks: Sequence[Hook]) -> None:
 
 def _advance(parts: Fit, state: TrainState, hooks: Sequence[Hook]) -> StepResult:
     rate, start = parts.learning_rate(state.step), time.perf_counter()
-    result = parts.step(parts.loader.next(), state.step, rate)
-    result.seconds = time.perf_counter() - start
+    batches = parts.loader.next()
+    waited = time.perf_counter() - start
+    result = parts.step(batches, state.step, rate)
+    result.seconds, result.data_wait = time.perf_counter() - start, waited
     if result.verdict.action != "accept":
         result.rows = [number for unit in parts.loader.taken for number in unit]
     if result.verdict.action == "rollback":

@@ -20,7 +20,7 @@ from meshtune.training.hooks import Hook
 from meshtune.training.state import TrainState
 from meshtune.training.step import StepResult
 
-_OWN = ("loss_sum", "grad_norm", "tokens", "supervised_tokens", "seconds", "steps")
+_OWN = ("loss_sum", "grad_norm", "tokens", "supervised_tokens", "seconds", "data_wait", "steps")
 
 
 class Reporter(Hook):
@@ -84,6 +84,7 @@ class Reporter(Hook):
         self.recorder.record("tokens", result.tokens, "sum")
         self.recorder.record("supervised_tokens", result.supervised_tokens, "sum")
         self.recorder.record("seconds", result.seconds, "sum")
+        self.recorder.record("data_wait", result.data_wait, "sum")
         self.recorder.record("steps", 1, "sum")
         for name, value in result.metrics.items():
             self.recorder.record(name, value, "last")
@@ -107,6 +108,7 @@ class Reporter(Hook):
             "mfu": model_flops_utilization(self.flops_per_token, rate, self.peak_flops, self.world_size),
             "peak_memory_bytes": peak_memory_bytes(self.device),
             "step_time_s": values["seconds"] / values["steps"],
+            "data_wait_s": values["data_wait"] / values["steps"],
             **{name: value for name, value in values.items() if name not in _OWN},
         }
         self._write(state.step, metrics)

@@ -24,7 +24,8 @@ _LARGEST_EXPONENT = 700.0  # of which a float64 still holds the exponential
 
 @dataclass
 class StepResult:
-    """Global figures of one optimizer step; tensors are 0-d, on the device. `seconds` includes reading the batch.
+    """Global figures of one optimizer step; tensors are 0-d, on the device. `seconds` includes reading the batch, which took
+    `data_wait` of them.
 
     Of a step that was not taken, `verdict` says why, and `rows` what it would have been trained on.
     """
@@ -36,6 +37,7 @@ class StepResult:
     supervised_tokens: int
     requests: Requests = field(default_factory=Requests)
     seconds: float = 0.0
+    data_wait: float = 0.0
     metrics: dict[str, Tensor] = field(default_factory=dict)
     verdict: Verdict = field(default_factory=Verdict)
     rows: list[int | str] = field(default_factory=list)

@@ -226,7 +226,7 @@ def sleeper(tmp_path: Path) -> subprocess.Popen[bytes]:
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 def test_the_third_ctrl_c_ends_everything(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     try:
-        with local._PassedOn(tmp_path):
+        with local._PassedOn(local._Ranks(tmp_path)):
             for _ in range(2):
                 signal.raise_signal(signal.SIGINT)
                 assert sleeper.stdout is not None
@@ -242,7 +242,7 @@ def test_the_third_ctrl_c_ends_everything(tmp_path: Path, sleeper: subprocess.Po
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_any_rank_is_there_ends_the_launcher(tmp_path: Path, signum: signal.Signals) -> None:
-    with local._PassedOn(tmp_path), pytest.raises(SystemExit) as left:
+    with local._PassedOn(local._Ranks(tmp_path)), pytest.raises(SystemExit) as left:
         signal.raise_signal(signum)
     assert left.value.code == 128 + signum
 

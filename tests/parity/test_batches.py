@@ -96,6 +96,7 @@ def test_tokens_are_counted_once(
     bench.run(world_size, recipe)
     (step,) = records(recipe, "loss")
     assert (step["tokens"], step["supervised_tokens"]) == (128, sum(range(1, 9)) + 8)
+    assert 0 < step["data_wait_s"] < step["step_time_s"]
 
 
 @pytest.mark.parametrize(

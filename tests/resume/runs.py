@@ -25,7 +25,7 @@ from meshtune.training.reporting import Reporter
 from meshtune.training.signals import Interrupted
 
 # Differ from run to run of the same training.
-MEASURED = ("tokens_per_second", "mfu", "peak_memory_bytes", "step_time_s")
+MEASURED = ("tokens_per_second", "mfu", "peak_memory_bytes", "step_time_s", "data_wait_s")
 
 
 @dataclass(frozen=True)
