@@ -95,7 +95,7 @@ class ChatEncoder:
         return applied(text, edits), spans, len(rendered.turns) < len(rendered.messages)
 
     def _aligned(self, asked: Conversation) -> tuple[Conversation, str, list[Turn]]:
-        text = attempt(self._template.render, asked.messages, asked.tools) if is_plain(asked) else None
+        text = attempt(self._template.render_plain, asked.messages) if is_plain(asked) else None
         turns = self._glue.turns(asked, text) if text is not None else None
         if text is not None and turns is not None:
             check_unicode(text)

@@ -10,6 +10,7 @@ from typing import Any
 
 from meshtune.data.affixes import common_prefix
 from meshtune.data.formats import Conversation, Message
+from meshtune.data.rendering import PlainRendering
 from meshtune.data.rows import UnusableRow
 from meshtune.data.variants import variants
 from meshtune.errors import DataError
@@ -31,6 +32,7 @@ class ChatTemplate:
         added = tokenizer.added_tokens_decoder.values()
         self._added = _any_of(token.content for token in added)
         self._special = _any_of([token.content for token in added if token.special] + tokenizer.all_special_tokens)
+        self._plain = PlainRendering(tokenizer)
         self.header = self._generation_header()
         self._stop = self._end_of_every_turn()
 
@@ -44,6 +46,18 @@ class ChatTemplate:
             )
         except Exception as error:  # a template may raise anything: its own refusals, type and key errors
             raise UnusableRow("the chat template refuses the row", f"{type(error).__name__}: {error}") from error
+
+    def render_plain(self, messages: list[Message]) -> str:
+        """Return the rendered text of messages that are roles and strings, as `render` does, only sooner."""
+        if not self._plain.trusted:
+            compared = self.render(messages, None)
+            self._plain.compare(messages, compared)
+            return compared
+        try:
+            text = self._plain.render(messages)
+        except Exception as error:
+            raise UnusableRow("the chat template refuses the row", f"{type(error).__name__}: {error}") from error
+        return self.render(messages, None) if text is None else text
 
     def accepted(self, conversation: Conversation, rendered: str | None = None) -> tuple[Conversation, str]:
         """Return the first equivalent shape of a conversation that the template renders in full, and the
