@@ -31,6 +31,9 @@ class Sink(Protocol):
     def write(self, step: int, metrics: Values) -> None:
         """Write the metrics of `step`; None stands for a value that is not known."""
 
+    def sync(self) -> None:
+        """Return when what was written is on the disk."""
+
     def close(self) -> None:
         """Write out what is pending and let go of the file."""
 
@@ -57,6 +60,10 @@ class JSONLSink:
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
         self._last_step = step
+
+    def sync(self) -> None:
+        """Return when all lines are on the disk: a loss of power then takes none of them."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -89,6 +96,10 @@ class TensorBoardSink:
                 continue
             tag = f"validation/{name.removeprefix('validation_')}" if validation else f"train/{name}"
             self._writer.add_scalar(tag, value, global_step=step)
+
+    def sync(self) -> None:
+        """Write out pending events."""
+        self._writer.flush()
 
     def close(self) -> None:
         """Write out pending events and close the file."""

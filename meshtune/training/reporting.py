@@ -122,6 +122,8 @@ class Reporter(Hook):
     def on_save(self, state: TrainState) -> None:
         """A checkpoint may fall inside a logging interval, which goes on when the run is resumed."""
         state.recorded = self.recorder.state_dict()
+        for sink in self.sinks:  # what a checkpoint counts as written is on the disk before it
+            sink.sync()
 
     def on_checkpoint(self, state: TrainState, path: str) -> None:
         self.progress.message(f"saved {path}")

@@ -5,6 +5,7 @@ MESHTUNE_CAMPAIGN_S makes it longer (seconds), MESHTUNE_CAMPAIGN_SEED another on
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -74,9 +75,9 @@ def litter(run: Path) -> None:
 
 
 def tear_the_metrics(run: Path) -> None:
-    """A last line of which half is on the disk, as after a loss of power."""
-    file = run / "metrics.jsonl"
-    if file.exists() and file.stat().st_size > 20:
+    """A last line of which half is on the disk, as after a loss of power; lines before a checkpoint were there before it."""
+    file, newest = run / "metrics.jsonl", folder.newest(run)
+    if last_step(run) > (newest.step if newest else 0):
         os.truncate(file, file.stat().st_size - 10)
 
 
@@ -95,7 +96,8 @@ def test_a_run_that_everything_happens_to(bench: Bench, tmp_path: Path) -> None:
             wait_for(lambda p=process, s=seen: last_step(run) > s or not p.is_alive(), "another step")
         delay, signum = chance.uniform(0.0, 0.4), chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
         time.sleep(delay)
-        os.kill(process.pid or 0, signum)
+        with contextlib.suppress(ProcessLookupError):  # it has done all steps meanwhile
+            os.kill(process.pid or 0, signum)
         process.join(60)
         said = output.read_text(encoding="utf-8")
         assert process.exitcode in (0, -signum, 128 + signum), said

@@ -87,7 +87,7 @@ def wait_in_preparation(note: str) -> None:
         Path(note).touch()
         time.sleep(300)
 
-    run_module.prepare = prepare
+    run_module.Setup._prepare = prepare  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
