@@ -36,7 +36,8 @@ def assert_same_course(found: Path, wanted: Path) -> None:
 def state_of(path: Path) -> dict[str, Any]:
     """Step, counts, data cursor and the logging interval that has begun, without what is measured."""
     state = manifest(path)["state"]
-    state["recorded"].pop("seconds", None)
+    for measured in ("seconds", "data_wait"):
+        state["recorded"].pop(measured, None)
     return state
 
 
