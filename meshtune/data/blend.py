@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from meshtune.data.collate import Document
 from meshtune.data.held_out import Rows
 from meshtune.data.packing import DEFAULT_PACKING, PackingOptions
+from meshtune.data.prepared_rows import PreparedRows
 from meshtune.data.report import DataReport
-from meshtune.data.units import RowUnits, Unit, Units
+from meshtune.data.units import Unit, Units
 from meshtune.errors import DataError
 
 _SEEDS_APART = 2**32
@@ -64,7 +65,7 @@ class PartsReport(DataReport):
         return self.lines
 
 
-class Joined:
+class Joined(PreparedRows):
     """Rows of several sources, one source behind the other: one set of rows that are shuffled and packed together."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
@@ -80,30 +81,6 @@ class Joined:
     def __getitem__(self, index: int) -> Document:
         number = int(np.searchsorted(self._ends, index, side="right"))
         return self._parts[number][index - (int(self._ends[number - 1]) if number else 0)]
-
-    @property
-    def mean_length(self) -> float:
-        """Tokens of the document in which the average token stands."""
-        return float(np.square(self.lengths, dtype=np.float64).sum() / max(int(self.lengths.sum()), 1))
-
-    @property
-    def supervised_share(self) -> float:
-        """Targets per token, 0 to 1."""
-        return int(self.supervised_counts.sum()) / max(int(self.lengths.sum()), 1)
-
-    def units(
-        self,
-        *,
-        shuffle: bool,
-        seed: int,
-        packing: bool,
-        max_seq_length: int | None,
-        options: PackingOptions = DEFAULT_PACKING,
-    ) -> RowUnits:
-        """Return the rows, or packs of them, in the order of each epoch."""
-        return RowUnits(
-            self, shuffle=shuffle, seed=seed, packing=packing, max_seq_length=max_seq_length, options=options
-        )
 
 
 class Blend:

@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from meshtune.data.packing import DEFAULT_PACKING, PackingOptions
+from meshtune.data.prepared_rows import PreparedRows
 from meshtune.data.report import DataReport
-from meshtune.data.units import RowUnits
 
 
-class TokenDataset:
+class TokenDataset(PreparedRows):
     """Documents 0 to len-1, in the order of their rows. Nothing is read before it is asked for.
 
     `fingerprint` is a hash of all tokens and flags; `lengths` [D] int64 are tokens of each document;
@@ -37,30 +36,6 @@ class TokenDataset:
             raise IndexError(f"document {index} of {len(self)}")
         window = slice(self._offsets[index], self._offsets[index + 1])
         return self._input_ids[window].astype(np.int64), np.array(self._supervised[window])
-
-    @property
-    def mean_length(self) -> float:
-        """Tokens of the document in which the average token stands."""
-        return float(np.square(self.lengths, dtype=np.float64).sum() / max(int(self.lengths.sum()), 1))
-
-    @property
-    def supervised_share(self) -> float:
-        """Targets per token, 0 to 1."""
-        return int(self.supervised_counts.sum()) / max(int(self.lengths.sum()), 1)
-
-    def units(
-        self,
-        *,
-        shuffle: bool,
-        seed: int,
-        packing: bool,
-        max_seq_length: int | None,
-        options: PackingOptions = DEFAULT_PACKING,
-    ) -> RowUnits:
-        """Return the rows, or packs of them, in the order of each epoch."""
-        return RowUnits(
-            self, shuffle=shuffle, seed=seed, packing=packing, max_seq_length=max_seq_length, options=options
-        )
 
     def _count_targets(self) -> NDArray[np.int64]:
         starts = self._offsets[:-1]

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshtune.data.collate import Document
-from meshtune.data.packing import DEFAULT_PACKING, PackingOptions
+from meshtune.data.prepared_rows import PreparedRows
 from meshtune.data.report import DataReport
-from meshtune.data.units import RowUnits, permutation
+from meshtune.data.units import permutation
 from meshtune.errors import DataError
 
 _STREAM = 2**40  # of the random numbers that choose: no epoch has this number
@@ -35,7 +35,7 @@ class Rows(Protocol):
     def __getitem__(self, index: int) -> Document: ...
 
 
-class Subset:
+class Subset(PreparedRows):
     """Some documents of prepared rows, in their order, as a data set of its own."""
 
     def __init__(self, whole: Rows, indices: NDArray[np.int64], report: DataReport) -> None:
@@ -58,30 +58,6 @@ class Subset:
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         return self._whole[int(self._indices[index])]
-
-    @property
-    def mean_length(self) -> float:
-        """Tokens of the document in which the average token stands."""
-        return float(np.square(self.lengths, dtype=np.float64).sum() / max(int(self.lengths.sum()), 1))
-
-    @property
-    def supervised_share(self) -> float:
-        """Targets per token, 0 to 1."""
-        return int(self.supervised_counts.sum()) / max(int(self.lengths.sum()), 1)
-
-    def units(
-        self,
-        *,
-        shuffle: bool,
-        seed: int,
-        packing: bool,
-        max_seq_length: int | None,
-        options: PackingOptions = DEFAULT_PACKING,
-    ) -> RowUnits:
-        """Return the rows, or packs of them, in the order of each epoch."""
-        return RowUnits(
-            self, shuffle=shuffle, seed=seed, packing=packing, max_seq_length=max_seq_length, options=options
-        )
 
 
 def hold_out(rows: Rows, size: float, seed: int, split_at: int | None) -> tuple[Subset, Subset]:
