@@ -11,7 +11,6 @@ from tests.ranks import Ranks
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """The pool of rank processes; `ranks.run(world_size, fn, *args)`."""
-    pool = Ranks()
-    yield pool
-    pool.close()
+    """The pool of rank processes; `ranks.call(world_size, function, *arguments)`."""
+    with Ranks() as pool:
+        yield pool

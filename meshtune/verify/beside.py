@@ -12,7 +12,7 @@ from meshtune.errors import ModelError
 from meshtune.verify import small
 from meshtune.verify.compare import Rounding, compare, rounding_of
 from meshtune.verify.layouts import Trial
-from meshtune.verify.pool import Answer, Pool, RankLostError
+from meshtune.verify.pool import Answer, Pool, first_broken
 from meshtune.verify.report import Status, Verdict
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Beside:
     def attempt(self, trial: Trial) -> Verdict:
         """Train in a layout, and compare."""
         answers = self._train(trial, trial.name, "one")
-        broken = _first_broken(answers)
+        broken = first_broken(answers)
         if broken is not None:
             reason = f"{type(broken.error).__name__}: {broken.error}"
             return Verdict(trial.name, trial.ranks, "failing", reason, trace=broken.trace)
@@ -83,12 +83,6 @@ class Beside:
         for done in (runs, *([export] if reference is not None else [])):
             shutil.rmtree(done, ignore_errors=True)
         return answers
-
-
-def _first_broken(answers: Sequence[Answer]) -> Answer | None:
-    """The others fail because their peer has gone: the first is the cause."""
-    broken = [answer for answer in answers if answer.error is not None]
-    return min(broken, key=lambda answer: (isinstance(answer.error, RankLostError), answer.at), default=None)
 
 
 def _run(*arguments: object) -> Outcome:

@@ -10,10 +10,11 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -23,12 +24,12 @@ from typing import Any
 # How long the other ranks may take to notice that one has failed, before their processes are replaced.
 _GRACE_S = 3.0
 # A run that ends in an error may leave threads of its groups behind; forking a process anew costs little.
-_JOBS_OF_A_PROCESS = 4
+_JOBS_OF_A_PROCESS = 6
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank's call returned, or the exception that ended it."""
+    """What a rank's call returned, or the exception that ended it, when (monotonic seconds) and where."""
 
     value: Any = None
     error: BaseException | None = None
@@ -38,6 +39,11 @@ class Answer:
 
 class RankLostError(Exception):
     """A rank gave no answer: its process died, or hung and was ended."""
+
+
+def first_broken(answers: Sequence[Answer]) -> Answer | None:
+    """The cause: a process that ended, or else the first error, since the others fail because their peer has gone."""
+    return min((answer for answer in answers if answer.error is not None), key=lambda answer: answer.at, default=None)
 
 
 class Pool:
@@ -69,18 +75,21 @@ class Pool:
         """
         self._jobs += 1
         store = str(self.folder / f"store-{self._jobs}")
+        job = pickle.dumps((function, arguments))  # tensors by value, and unpickled where an error is an answer
+        answers: dict[int, Answer] = {}
+        pending: dict[Connection, int] = {}
         for rank in range(ranks):
             if rank < len(self._served) and self._served[rank] >= _JOBS_OF_A_PROCESS:
                 self._stop(rank)
-            self._connection(rank).send((function, arguments, rank, ranks, store, timeout))
+            connection = self._connection(rank)
+            connection.send((job, rank, ranks, store, timeout))
+            pending[connection] = rank
             self._served[rank] += 1
-        answers: dict[int, Answer] = {}
-        pending = {self._connection(rank): rank for rank in range(ranks)}
         deadline = time.monotonic() + timeout
         while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
-            for connection in ready:
-                rank = pending.pop(connection)  # type: ignore[call-overload]
-                answers[rank] = self._receive(rank)
+            for connection in [one for one in pending if one in ready]:
+                rank = pending.pop(connection)
+                answers[rank] = self._receive(rank, connection)
                 if answers[rank].error is not None:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         for rank in pending.values():
@@ -124,9 +133,10 @@ class Pool:
             worker[0].join()
             worker[1].close()
 
-    def _receive(self, rank: int) -> Answer:
+    def _receive(self, rank: int, connection: Connection) -> Answer:
+        # From the connection that the job went to: a new process in the place of a dead one knows nothing of the job.
         try:
-            return self._connection(rank).recv()
+            return pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionError):
             self._stop(rank)
             log = (self.folder / f"rank-{rank}.log").read_text(encoding="utf-8", errors="replace")
@@ -141,32 +151,36 @@ def _serve(connection: Connection, log: str) -> None:
             job = connection.recv()
         except (EOFError, ConnectionError):
             return
-        connection.send(_answer(*job))
+        before = dict(os.environ)
+        # Sent before this rank leaves the world, which makes the ranks that wait for it fail as well.
+        connection.send_bytes(_answer(*job))
         _leave()
+        os.environ.clear()
+        os.environ.update(before)
 
 
-def _answer(
-    function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, ranks: int, store: str, timeout: float
-) -> Answer:
+def _answer(job: bytes, rank: int, ranks: int, store: str, timeout: float) -> bytes:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in names.items()})
     try:
+        function, arguments = pickle.loads(job)
         limit = timedelta(seconds=timeout)
         dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=limit)
         value = function(*arguments)
-        dist.barrier()  # who leaves the world first must not take it from the others
-        return Answer(value)
+        if dist.is_initialized():
+            dist.barrier()  # who leaves the world first must not take it from the others
+        return pickle.dumps(Answer(value))
     except BaseException as error:
-        return Answer(error=_portable(error), trace=traceback.format_exc(), at=time.monotonic())
+        return pickle.dumps(Answer(error=_portable(error), trace=traceback.format_exc(), at=time.monotonic()))
 
 
 def _portable(error: BaseException) -> BaseException:
-    import pickle
-
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

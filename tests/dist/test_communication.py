@@ -162,7 +162,7 @@ def recipe_of(folder: Path, architecture: str, trial: Trial) -> dict[str, Any]:
 def test_a_step_communicates_what_the_table_says(ranks: Ranks, folder: Path, architecture: str, layout: str) -> None:
     trial = parse(layout, DistributedSection())
     recipe = recipe_of(folder, architecture, trial)
-    found, wanted = ranks.run(trial.ranks, count, recipe, folder / "rows", MODELS[architecture])[0]
+    found, wanted = ranks.call(trial.ranks, count, recipe, folder / "rows", MODELS[architecture])[0]
     assert found == wanted
 
 
@@ -171,7 +171,7 @@ def test_no_rank_makes_a_whole_tensor_of_what_it_has_a_part_of(ranks: Ranks, fol
     """Parameters, their gradients, logits: the whole vocabulary, or all experts, would show in a shape."""
     trial = parse(layout, DistributedSection())
     recipe = recipe_of(folder, "qwen3_moe", trial)
-    for rank, made in enumerate(ranks.run(trial.ranks, shapes, recipe, folder / "rows")):
+    for rank, made in enumerate(ranks.call(trial.ranks, shapes, recipe, folder / "rows")):
         if trial.section.tp_size > 1:
             assert {shape for shape in made if MOE["vocab_size"] in shape} == set()
             assert any(MOE["vocab_size"] // 2 in shape for shape in made)

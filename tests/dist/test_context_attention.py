@@ -62,7 +62,7 @@ def over_ranks(method: str, window: int | None) -> tuple[list[Tensor], list[tupl
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("method", ["allgather", "ulysses", "ring"])
 def test_processes_get_what_one_gets(ranks: Ranks, method: str, size: int, window: int | None) -> None:
-    parts, calls = zip(*ranks.run(size, over_ranks, method, window), strict=True)
+    parts, calls = zip(*ranks.call(size, over_ranks, method, window), strict=True)
     wanted = _attend(window, None, torch.arange(TOKENS))
     for found, whole in zip(zip(*parts, strict=True), wanted, strict=True):
         joined = zigzag.in_sequence(torch.cat(found, 2), 2, size)

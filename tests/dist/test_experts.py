@@ -75,7 +75,7 @@ def on_ranks(name: str, degrees: dict[str, int], ep: int, checkpointing: bool) -
 def test_gradients_are_those_of_one_process(
     ranks: Ranks, name: str, degrees: dict[str, int], ep: int, checkpointing: bool
 ) -> None:
-    results = ranks.run(4, on_ranks, name, degrees, ep, checkpointing)
+    results = ranks.call(4, on_ranks, name, degrees, ep, checkpointing)
     model = tiny_model(name).train()
     parts = {f"{experts.path}.{part}" for experts in experts_modules(model) for part in experts.parameters}
     whole = copy.deepcopy(model)

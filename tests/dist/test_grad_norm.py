@@ -94,7 +94,7 @@ def test_every_sharding_gives_the_norm_and_clipped_gradients_of_one_process(
     ranks: Ranks, world_size: int, shard: Callable[[nn.Module], None], max_norm: float | None
 ) -> None:
     expected_norm, expected_gradients = one_process(max_norm)
-    answers = ranks.run(world_size, sharded, shard, max_norm)
+    answers = ranks.call(world_size, sharded, shard, max_norm)
     assert len({norm for norm, _ in answers}) == 1
     for norm, gradients in answers:
         assert norm == pytest.approx(expected_norm, rel=1e-6)
@@ -127,7 +127,7 @@ def norm_of_a_mixture() -> float:
 
 def test_uneven_and_empty_shards_on_a_mixture_of_meshes(ranks: Ranks) -> None:
     expected = math.sqrt(30 * 1 + 15 * 4 + 3 * 4 + 15 * 9 + 2 * 16 + 3 * 25)
-    answers = ranks.run(4, norm_of_a_mixture)
+    answers = ranks.call(4, norm_of_a_mixture)
     assert set(answers) == {answers[0]} and answers[0] == pytest.approx(expected, rel=1e-6)
 
 
@@ -145,7 +145,7 @@ def norm_without_gradients_on(rank: int | None) -> list[float]:
 def test_a_rank_without_gradients_takes_part_and_counts_zero(ranks: Ranks) -> None:
     for rank, squares in ((0, 13 + 3), (1, 1 + 3), (None, 3)):
         norm = math.sqrt(squares)
-        answers = ranks.run(2, norm_without_gradients_on, rank)
+        answers = ranks.call(2, norm_without_gradients_on, rank)
         assert answers[0] == answers[1] == pytest.approx([norm, 1 / norm], rel=1e-5)
 
 
@@ -155,9 +155,9 @@ def norm_with(value: float) -> float:
 
 
 def test_inf_and_nan_on_one_rank_reach_every_rank(ranks: Ranks) -> None:
-    assert ranks.run(2, norm_with, math.inf) == [math.inf, math.inf]
-    assert ranks.run(2, norm_with, -math.inf) == [math.inf, math.inf]
-    assert all(math.isnan(norm) for norm in ranks.run(2, norm_with, math.nan))
+    assert ranks.call(2, norm_with, math.inf) == [math.inf, math.inf]
+    assert ranks.call(2, norm_with, -math.inf) == [math.inf, math.inf]
+    assert all(math.isnan(norm) for norm in ranks.call(2, norm_with, math.nan))
 
 
 def norm_with_placements(of_parameter: str, of_gradient: str) -> None:
@@ -171,7 +171,7 @@ def norm_with_placements(of_parameter: str, of_gradient: str) -> None:
 @pytest.mark.parametrize("of_parameter", ["partial", "replicate"])
 def test_a_partial_sum_is_refused(ranks: Ranks, of_parameter: str) -> None:
     with pytest.raises(TrainingError, match="placements"):
-        ranks.run(2, norm_with_placements, of_parameter, "partial")
+        ranks.call(2, norm_with_placements, of_parameter, "partial")
 
 
 def test_bf16_gradients_are_summed_in_float32() -> None:
@@ -214,6 +214,6 @@ def test_optimizers_update_shards_and_mixtures_as_one_process_does(
     ranks: Ranks, shard: Callable[[nn.Module], None], section: OptimizerSection
 ) -> None:
     expected = weights_after_steps(section, None)
-    for weights in ranks.run(4, weights_after_steps, section, shard):
+    for weights in ranks.call(4, weights_after_steps, section, shard):
         for ours, theirs in zip(weights, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

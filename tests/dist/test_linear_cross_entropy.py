@@ -76,6 +76,6 @@ def test_gradients_are_those_of_one_process(
     ranks: Ranks, strategy: str, tied: bool, counts: dict[int, int]
 ) -> None:
     expected = one_process(tied, counts)
-    for found in ranks.run(2, two_ranks, strategy, tied, counts):
+    for found in ranks.call(2, two_ranks, strategy, tied, counts):
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)

@@ -54,7 +54,7 @@ def save_load_and_gather(folder: Path) -> tuple[dict, list, dict]:
 
 
 def test_uneven_shards_are_saved_loaded_and_gathered(ranks: Ranks, tmp_path: Path) -> None:
-    answers = ranks.run(2, save_load_and_gather, tmp_path / "checkpoint")
+    answers = ranks.call(2, save_load_and_gather, tmp_path / "checkpoint")
     whole, _, shapes = answers[0]
     assert torch.equal(whole["weight"], torch.arange(21.0).view(7, 3)) and torch.equal(whole["bias"], torch.arange(7.0))
     assert shapes["optimizer.weight.exp_avg"] == shapes["model.weight"] == (7, 3)

@@ -85,7 +85,7 @@ def test_sharded_loading_is_bit_equal_to_from_pretrained(
     checkpoints: Path, ranks: Ranks, world_size: int, replicas: int, names: list[str]
 ) -> None:
     """On 3 ranks one has no expert of 4, and of 97 rows the ranks have 33, 33 and 31."""
-    for equal in ranks.run(world_size, load_all, str(checkpoints), names, replicas):
+    for equal in ranks.call(world_size, load_all, str(checkpoints), names, replicas):
         assert equal == dict.fromkeys(names, True)
 
 
@@ -145,7 +145,7 @@ def peaks(folder: str) -> list[int]:
 def test_no_rank_ever_holds_the_whole_model(tmp_path: Path, ranks: Ranks) -> None:
     """Half of it, and what is at hand: one tensor while loading, one block while initialising."""
     save_tiny("llama", tmp_path, **SIZES)
-    for load, init, model, largest, layer in ranks.run(2, peaks, str(tmp_path)):
+    for load, init, model, largest, layer in ranks.call(2, peaks, str(tmp_path)):
         assert load <= model / 2 + 2 * largest < 0.8 * model
         assert init <= model / 2 + 2 * max(largest, layer) < 0.9 * model
 
@@ -173,7 +173,7 @@ def test_what_shards_would_hide_is_an_error_on_every_rank(tmp_path: Path, ranks:
     head = tensors["model.embed_tokens.weight"].clone()
     head[96] += 1
     save_file({**tensors, "lm_head.weight": head}, untied, metadata={"format": "pt"})
-    for errors in ranks.run(2, misfits, str(tmp_path)):
+    for errors in ranks.call(2, misfits, str(tmp_path)):
         assert "lm_head.weight has shape (98, 48) in the checkpoint and (97, 48) in the model" in errors[0]
         assert "ties lm_head.weight to model.embed_tokens.weight" in errors[1]
 
@@ -197,9 +197,9 @@ def random_weights(replicas: int = 1) -> dict[str, dict[str, Tensor]]:
 
 
 def test_random_weights_are_the_same_on_any_number_of_ranks(ranks: Ranks) -> None:
-    one = ranks.run(1, random_weights)[0]
+    one = ranks.call(1, random_weights)[0]
     for world_size, replicas in ((2, 1), (3, 1)):
-        other = ranks.run(world_size, random_weights, replicas)[0]
+        other = ranks.call(world_size, random_weights, replicas)[0]
         for name in RANDOM:
             assert one[name].keys() == other[name].keys()
             assert all(torch.equal(tensor, other[name][path]) for path, tensor in one[name].items()), (name, world_size)
@@ -234,7 +234,7 @@ def test_an_export_from_shards_is_bit_identical_to_the_checkpoint(
     checkpoints: Path, ranks: Ranks, strategy: str, names: list[str]
 ) -> None:
     """By the names of the model and of no wrapper (C75); when rank 0 cannot write, no rank is left waiting (C71)."""
-    raised = ranks.run(2, write, str(checkpoints), names, strategy)
+    raised = ranks.call(2, write, str(checkpoints), names, strategy)
     assert [len(errors) for errors in raised] == [1, 1] and all(
         "No space left on device" in errors[0] for errors in raised
     )

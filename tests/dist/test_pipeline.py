@@ -169,14 +169,14 @@ def ids(case: tuple[Any, ...]) -> str:
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_a_pipeline_gives_the_numbers_of_one_process(ranks: Ranks, case: tuple[Any, ...]) -> None:
     """C39, C55, C56: unequal token counts and lengths, uneven stages, tied weights, a filler micro-batch."""
-    gradients = ranks.run(case[2], run_case, *case)
+    gradients = ranks.call(case[2], run_case, *case)
     if case[0] == "llama-tied":
         assert torch.equal(gradients[0]["model.embed_tokens.weight"], gradients[-1]["lm_head.weight"])
 
 
 @pytest.mark.parametrize("case", OVER_DATA, ids=ids)
 def test_a_pipeline_of_shards_or_copies_gives_the_numbers_of_one_process(ranks: Ranks, case: tuple[Any, ...]) -> None:
-    ranks.run(4, run_case, *case)
+    ranks.call(4, run_case, *case)
 
 
 def run_in_bf16() -> tuple[float, float]:
@@ -193,7 +193,7 @@ def run_in_bf16() -> tuple[float, float]:
 
 
 def test_hidden_states_travel_in_the_dtype_of_computation(ranks: Ranks) -> None:
-    for found, wanted in ranks.run(2, run_in_bf16):
+    for found, wanted in ranks.call(2, run_in_bf16):
         assert found != wanted and found == pytest.approx(wanted, rel=3e-2)
 
 
@@ -219,4 +219,4 @@ def fail_in_a_stage() -> str:
 
 
 def test_an_error_of_ours_comes_out_of_a_schedule_as_it_is(ranks: Ranks) -> None:
-    assert ranks.run(1, fail_in_a_stage) == ["no such lossno such loss"]
+    assert ranks.call(1, fail_in_a_stage) == ["no such lossno such loss"]

@@ -107,7 +107,7 @@ def test_each_parameter_moves_as_in_one_process(ranks: Ranks, layout: str, exper
     wanted = one_process(world_size, expert_of)
     start = dict(Root().named_parameters())
     assert torch.equal(wanted["layers.0.unused.weight"], start["layers.0.unused.weight"])
-    for found, forwards in ranks.run(world_size, many_processes, section, expert_of):
+    for found, forwards in ranks.call(world_size, many_processes, section, expert_of):
         for name, weight in wanted.items():
             torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
         assert forwards == STEPS * 2

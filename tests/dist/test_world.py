@@ -47,5 +47,5 @@ def fail_after_long() -> str:
 
 def test_ranks_wait_longer_for_preparation_than_collectives_do(ranks: Ranks) -> None:
     """Rows of an hour's work must not end in a timeout on the other ranks."""
-    assert ranks.run(2, prepare_for_long) == [[1, 2], [1, 2]]
-    assert ranks.run(2, fail_after_long) == ["no row", "no row"]
+    assert ranks.call(2, prepare_for_long) == [[1, 2], [1, 2]]
+    assert ranks.call(2, fail_after_long) == ["no row", "no row"]

@@ -121,7 +121,7 @@ class Bench:
 
     def train(self, world_size: int, recipe: dict[str, Any]) -> list[dict[str, str]]:
         """Train on `world_size` ranks of the pool; each rank's digests of its parameters."""
-        return self.ranks.run(world_size, train, recipe, self.cache)
+        return self.ranks.call(world_size, train, recipe, self.cache)
 
 
 def _data(packed: bool) -> str:

@@ -58,7 +58,7 @@ def test_activation_checkpointing_computes_again_what_it_says(bench: Bench, layo
     )
     del recipe["data"]["validation_path"]
     wanted = {"none": (1, 1), "full": (2, 2), "selective": (2, 1)}[mode]
-    for found in bench.ranks.run(world_size, train_counted, recipe, bench.cache):
+    for found in bench.ranks.call(world_size, train_counted, recipe, bench.cache):
         assert found == dict(zip((ACTIVATION, ATTENTION), wanted, strict=True))
     check_course(course(recipe), bench.plain("qwen3", packed).without_validation())
 
@@ -86,7 +86,7 @@ def test_captured_blocks_train_as_a_plain_loop(bench: Bench, layout: str, archit
         distributed=distributed,
         training={"compile": True, "per_device_batch_size": 12 // world_size // 3},
     )
-    graphs = bench.ranks.run(world_size, train_compiled, recipe, bench.cache, "eager")
+    graphs = bench.ranks.call(world_size, train_compiled, recipe, bench.cache, "eager")
     # One is the check that the compiler runs.
     assert min(graphs) > 1
     check_course(course(recipe), bench.plain(architecture, packed))
@@ -97,7 +97,7 @@ def test_blocks_compiled_to_machine_code_train_as_a_plain_loop(bench: Bench) -> 
     recipe = bench.recipe(bench.model("qwen3"), training={"compile": True, "per_device_batch_size": 12})
     del recipe["data"]["validation_path"]
     try:
-        bench.ranks.run(1, train_compiled, recipe, bench.cache, "inductor", timeout=500)
+        bench.ranks.call(1, train_compiled, recipe, bench.cache, "inductor", timeout=500)
     except ModelError as error:
         if "training.compile: torch.compile does not run" in str(error):
             pytest.skip(str(error))

@@ -57,7 +57,7 @@ def overflow_the_norm(model: nn.Module) -> None:
 
 
 def check(bench: Bench, recipe: dict[str, Any], world_size: int, loss: float) -> None:
-    answers = bench.ranks.run(world_size, train_until_it_fails, recipe, bench.cache)
+    answers = bench.ranks.call(world_size, train_until_it_fails, recipe, bench.cache)
     for message, unchanged in answers:
         found = re.match(r"step 1: loss is (\S+), gradient norm (\S+); no weight was changed", message)
         assert found is not None, message

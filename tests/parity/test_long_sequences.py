@@ -49,7 +49,7 @@ def test_a_pack_of_131072_tokens_is_trained_on_in_linear_memory(
         "packing": True,
         "shuffle": False,
     }
-    elements = bench.ranks.run(1, train_measured, {**recipe, "recipe": "pretrain"}, bench.cache)[0]
+    elements = bench.ranks.call(1, train_measured, {**recipe, "recipe": "pretrain"}, bench.cache)[0]
     assert records(recipe, "loss")[0]["tokens"] == LONGEST
     assert LONGEST <= elements <= WIDEST * LONGEST
 

@@ -61,7 +61,7 @@ def test_full_logits_never_exist(bench: Bench, world_size: int, strategy: str, p
     )
     recipe["data"]["max_seq_length"] = 64
     del recipe["data"]["validation_path"]
-    answers = bench.ranks.run(world_size, train_measured, recipe, bench.cache)
+    answers = bench.ranks.call(world_size, train_measured, recipe, bench.cache)
     (step,) = records(recipe, "loss")
     assert sum(sum(rows) for _, rows in answers) == step["supervised_tokens"]
     for elements, rows in answers:

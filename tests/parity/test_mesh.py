@@ -72,7 +72,7 @@ def test_compiled_blocks_train_as_a_plain_loop_on_any_mesh(bench: Bench, layout:
     recipe = bench.recipe(bench.model(architecture), True, distributed=section, training=training)
     del recipe["data"]["validation_path"]
     try:
-        graphs = bench.ranks.run(world_size, train_compiled, recipe, bench.cache, backend, timeout=500)
+        graphs = bench.ranks.call(world_size, train_compiled, recipe, bench.cache, backend, timeout=500)
     except ModelError as error:
         if "training.compile: torch.compile does not run" in str(error):
             pytest.skip(str(error))

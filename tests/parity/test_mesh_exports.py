@@ -72,7 +72,7 @@ def test_an_untrained_round_trip_is_bit_identical(bench: Bench, name: str) -> No
         for index, architecture in enumerate(architectures)
     ]
     recipes = [untrained(bench, {"name": str(folder)}, layout) for folder in folders]
-    bench.ranks.run(split(layout)[1], train_all, recipes, bench.cache)
+    bench.ranks.call(split(layout)[1], train_all, recipes, bench.cache)
     for folder, recipe in zip(folders, recipes, strict=True):
         assert_same_bits(exported(recipe), load_file(folder / "model.safetensors"), folder.name)
 
@@ -85,7 +85,7 @@ def test_random_weights_are_the_same_on_any_mesh(bench: Bench) -> None:
         recipes = {
             a: untrained(bench, {"name": str(bench.model(a)), "weights": "random"}, layout) for a in architectures
         }
-        bench.ranks.run(split(layout)[1], train_all, list(recipes.values()), bench.cache)
+        bench.ranks.call(split(layout)[1], train_all, list(recipes.values()), bench.cache)
         for architecture, recipe in recipes.items():
             found = exported(recipe)
             assert_same_bits(found, wanted.setdefault(architecture, found), f"{architecture} on {name}")
@@ -110,5 +110,5 @@ def test_a_tensor_that_is_missing_ends_every_rank(bench: Bench, name: str, tmp_p
     del tensors["model.layers.1.self_attn.o_proj.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
     recipe = untrained(bench, {"name": str(tmp_path / "model")}, layout)
-    errors = bench.ranks.run(split(layout)[1], train_or_error, recipe, bench.cache)
+    errors = bench.ranks.call(split(layout)[1], train_or_error, recipe, bench.cache)
     assert all("model.layers.1.self_attn.o_proj.weight" in error for error in errors), errors

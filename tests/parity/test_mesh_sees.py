@@ -32,6 +32,6 @@ def test_what_is_not_summed_is_seen(bench: Bench, name: str) -> None:
     section, world_size, _ = split(layout)
     training = {"per_device_batch_size": GLOBAL_BATCH // 3}
     recipe = bench.recipe(bench.model("qwen3"), True, distributed=section, training=training)
-    bench.ranks.run(world_size, train_broken, recipe, bench.cache, target, value)
+    bench.ranks.call(world_size, train_broken, recipe, bench.cache, target, value)
     with pytest.raises(AssertionError):
         check_course(course(recipe), bench.plain("qwen3", True), WEIGHTS)

@@ -66,7 +66,7 @@ class Bench:
         return self.outcomes(recipe, world_size, stop_after)[0]
 
     def outcomes(self, recipe: dict[str, Any], world_size: int, stop_after: int | None = None) -> list[Outcome]:
-        return self.ranks.run(world_size, train, recipe, self.cache, stop_after, world_size - 1)
+        return self.ranks.call(world_size, train, recipe, self.cache, stop_after, world_size - 1)
 
 
 @pytest.fixture(scope="session")

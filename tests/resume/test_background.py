@@ -66,7 +66,7 @@ def test_every_byte_is_that_of_a_synchronous_one(
 def test_training_goes_on_meanwhile(bench: Bench, world_size: int) -> None:
     """Steps between begin and end of a save; the next save waits for it, and so does the end of the run."""
     recipe = recipe_of(bench, checkpoint={"every_steps": 3})
-    outcome, happened = bench.ranks.run(world_size, train_on_a_slow_disk, recipe, bench.cache, 1.0)[0]
+    outcome, happened = bench.ranks.call(world_size, train_on_a_slow_disk, recipe, bench.cache, 1.0)[0]
     assert outcome.error is None
     assert happened[happened.index("begin 3") + 1] == "step 4"
     assert happened.index("begin 3") < happened.index("step 4") < happened.index("end 3") < happened.index("begin 6")
@@ -74,14 +74,14 @@ def test_training_goes_on_meanwhile(bench: Bench, world_size: int) -> None:
     for step in (3, 6):
         assert f"saved {checkpoint(run_of(recipe), step)}" in outcome.said
     synchronous = recipe_of(bench, False, checkpoint={"every_steps": 3})
-    _, happened = bench.ranks.run(world_size, train_on_a_slow_disk, synchronous, bench.cache, 0.1)[0]
+    _, happened = bench.ranks.call(world_size, train_on_a_slow_disk, synchronous, bench.cache, 0.1)[0]
     assert happened.index("end 3") < happened.index("step 4")
 
 
 def test_never_two_at_once(bench: Bench) -> None:
     """A save that is due every step, on a disk that is slower than a step."""
     recipe = recipe_of(bench, checkpoint={"every_steps": 1})
-    outcome, happened = bench.ranks.run(2, train_on_a_slow_disk, recipe, bench.cache, 0.2)[0]
+    outcome, happened = bench.ranks.call(2, train_on_a_slow_disk, recipe, bench.cache, 0.2)[0]
     assert outcome.error is None
     saves = [word for word in happened if not word.startswith("step")]
     assert saves == [f"{word} {step}" for step in range(1, STEPS + 1) for word in ("begin", "end")]
@@ -90,7 +90,7 @@ def test_never_two_at_once(bench: Bench) -> None:
 def test_a_signal_waits_for_what_is_being_written(bench: Bench) -> None:
     """And for the checkpoint of its own step."""
     recipe = recipe_of(bench, checkpoint={"every_steps": 3})
-    outcome, happened = bench.ranks.run(2, train_on_a_slow_disk, recipe, bench.cache, 0.5, 4)[0]
+    outcome, happened = bench.ranks.call(2, train_on_a_slow_disk, recipe, bench.cache, 0.5, 4)[0]
     assert outcome.stopped_after == 4
     assert happened[-1] == "end 4" and "end 3" in happened
     assert [c.step for c in folder.checkpoints(run_of(recipe))] == [3, 4]
@@ -102,7 +102,7 @@ def test_a_save_that_fails_comes_up_at_the_next_step(bench: Bench, rank: int) ->
     """C71: on every rank, in the words of a synchronous one; the checkpoint before stands and the run goes on from it."""
     recipe = recipe_of(bench, checkpoint={"keep": 1})
     recipe["training"]["max_steps"] = 400
-    outcomes = bench.ranks.run(2, train_on_a_full_disk, recipe, bench.cache, rank, "step-4.")
+    outcomes = bench.ranks.call(2, train_on_a_full_disk, recipe, bench.cache, rank, "step-4.")
     for outcome in outcomes:
         assert outcome.error is not None and outcome.shared
         assert (
@@ -118,7 +118,7 @@ def test_a_save_that_fails_comes_up_at_the_next_step(bench: Bench, rank: int) ->
 
 def test_a_last_save_that_fails_fails_the_run(bench: Bench) -> None:
     recipe = recipe_of(bench)
-    for outcome in bench.ranks.run(2, train_on_a_full_disk, recipe, bench.cache, 1, f"step-{STEPS}."):
+    for outcome in bench.ranks.call(2, train_on_a_full_disk, recipe, bench.cache, 1, f"step-{STEPS}."):
         assert outcome.error is not None and outcome.shared
         assert f"step-{STEPS} could not be written" in outcome.error
 

@@ -26,7 +26,7 @@ def run_of(recipe: dict[str, Any]) -> Path:
 
 
 def poison(bench: Bench, recipe: dict[str, Any], world_size: int, steps: list[int], *how: Any) -> list[Outcome]:
-    return bench.ranks.run(world_size, train_poisoned, recipe, bench.cache, steps, *how)
+    return bench.ranks.call(world_size, train_poisoned, recipe, bench.cache, steps, *how)
 
 
 def events(run: Path, name: str) -> list[dict[str, Any]]:

@@ -59,7 +59,7 @@ LOSSES = {0: 0.1, 2: 3.0, 4: 2.0, 6: 2.5, 8: 2.0, 10: 2.1}
 
 
 def run(bench: Bench, recipe: dict[str, Any], values: Mapping[int, float] = LOSSES, *how: Any) -> Outcome:
-    outcome = bench.ranks.run(2, train_validated, recipe, bench.cache, values, *how)[0]
+    outcome = bench.ranks.call(2, train_validated, recipe, bench.cache, values, *how)[0]
     assert outcome.error is None
     return outcome
 
@@ -180,5 +180,5 @@ def train_by_the_clock(recipe: dict[str, Any], cache: str, seconds_of_a_step: fl
 def test_a_checkpoint_by_the_clock(bench: Bench, every_steps: int | None, steps: list[int]) -> None:
     """Half a minute after the last one, whatever that was for, at steps of ten seconds; rank 1's clock does not matter."""
     recipe = recipe_of(bench, best_metric=None, keep=None, every_minutes=0.5, every_steps=every_steps)
-    assert bench.ranks.run(2, train_by_the_clock, recipe, bench.cache, 10.0)[0].error is None
+    assert bench.ranks.call(2, train_by_the_clock, recipe, bench.cache, 10.0)[0].error is None
     assert kept(recipe) == [f"step-{step}" for step in steps]

@@ -76,7 +76,7 @@ def save_and_load(run: str) -> dict[str, Any]:
 def test_what_a_checkpoint_holds(ranks: Ranks, tmp_path: Path) -> None:
     """C62, C65: a tied tensor once, and tied again; live buffers; moments where there are some; no constants, so that a
     changed weight decay counts."""
-    found = ranks.run(1, save_and_load, str(tmp_path))[0]
+    found = ranks.call(1, save_and_load, str(tmp_path))[0]
     moments = {f"optimizer.embedding.weight.{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
     unused = {"model.unused.weight", "model.unused.bias"}
     assert found.pop("names") == {"model.embedding.weight", "model.load", *unused, *moments}
@@ -120,7 +120,7 @@ def load_into_another(run: str, width: int, optimizer: str) -> str:
 )
 def test_what_does_not_fit_is_named(ranks: Ranks, tmp_path: Path, width: int, optimizer: str, says: str) -> None:
     """C73: nothing keeps the value that it was made with in silence."""
-    assert says in ranks.run(1, load_into_another, str(tmp_path), width, optimizer)[0]
+    assert says in ranks.call(1, load_into_another, str(tmp_path), width, optimizer)[0]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(bench: Bench, rank: int) -> No
     and the same command continues from it."""
     recipe = bench.recipe(bench.model("qwen3"), checkpoint={"every_steps": 4, "keep": 1})
     run = Path(recipe["checkpoint"]["dir"])
-    outcomes = bench.ranks.run(2, train_on_a_full_disk, recipe, bench.cache, rank, "step-8")
+    outcomes = bench.ranks.call(2, train_on_a_full_disk, recipe, bench.cache, rank, "step-8")
     for outcome in outcomes:
         assert outcome.error is not None
         assert outcome.shared

@@ -127,7 +127,7 @@ def leave_with_a_slow_report(recipe: dict[str, Any], cache: str) -> tuple[float,
 def test_no_rank_leaves_before_the_report_is_written(bench: Bench, recipe: dict[str, Any], tmp_path: Path) -> None:
     """Launchers end every rank when the first has left, and torchrun kills those that take longer than 30 seconds."""
     recipe = {**recipe, "checkpoint": {"dir": str(tmp_path / "run"), "export": "none"}}
-    first, second = bench.ranks.run(2, leave_with_a_slow_report, recipe, bench.cache)
+    first, second = bench.ranks.call(2, leave_with_a_slow_report, recipe, bench.cache)
     assert 0 < first[0] <= second[1]
 
 

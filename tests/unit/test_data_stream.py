@@ -188,7 +188,7 @@ def test_unusable_rows_are_said_as_they_come_and_counted(
 def test_a_stream_without_a_usable_row_or_a_full_batch_is_an_error(tmp_path: Path, rows: Any) -> None:
     """C24: never without end, never zero steps."""
     with pytest.raises(DataError, match=r"no row can be used to train on:\n  3 rows unusable, `text` is empty"):
-        assert Run(tmp_path / "s", rows(-1, -1, -1), max_unusable=1.0).streams[0].first
+        assert Run(tmp_path / "unusable", rows(-1, -1, -1), max_unusable=1.0).streams[0].first
     with pytest.raises(DataError, match="an epoch of the stream has 3 units, which make no full global batch of 4"):
         run(tmp_path / "s", rows(1, 2, 3), 1, drop_last=True)
     assert run(tmp_path / "s", rows(1, 2, 3), 2, shuffle=False)[0] == [[2, 3, 4]] * 2
