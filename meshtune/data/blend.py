@@ -73,7 +73,7 @@ class Joined(PreparedRows):
         self._ends = np.cumsum([len(part) for part in parts])
         self.lengths: NDArray[np.int64] = np.concatenate([part.lengths for part in parts])
         self.supervised_counts: NDArray[np.int64] = np.concatenate([part.supervised_counts for part in parts])
-        self.fingerprint, self.report = _fingerprint(parts, None), _report(parts, [None] * len(parts))
+        self.fingerprint, self.report = parts_fingerprint(parts, None), parts_report(parts, [None] * len(parts))
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -88,8 +88,8 @@ class Blend:
 
     def __init__(self, parts: Sequence[Part], weights: Sequence[float]) -> None:
         self._parts, self._shares = list(parts), [weight / sum(weights) for weight in weights]
-        self.fingerprint = _fingerprint(parts, self._shares)
-        self.report = _report(parts, self._shares)
+        self.fingerprint = parts_fingerprint(parts, self._shares)
+        self.report = parts_report(parts, self._shares)
 
     def __len__(self) -> int:
         return sum(len(part) for part in self._parts)
@@ -198,25 +198,25 @@ def _apportion(count: int, shares: Sequence[float]) -> list[int]:
     return whole
 
 
-def _fingerprint(parts: Sequence[Reported], shares: Sequence[float] | None) -> str:
+def parts_fingerprint(parts: Sequence[Reported], shares: Sequence[float] | None) -> str:
+    """Return a hash of what the parts hold and which share each has."""
     facts = f"{[part.fingerprint for part in parts]} {shares}"
     return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
-def _report(parts: Sequence[Reported], shares: Sequence[float | None]) -> PartsReport:
+def parts_report(parts: Sequence[Reported], shares: Sequence[float | None]) -> PartsReport:
+    """Return one report of all parts: the counts added up, and the lines of each."""
     found = [part.report for part in parts]
     lines = []
     for report, share in zip(found, shares, strict=True):
         first, *rest = report.summary()
         lines += [first if share is None else f"weight {share:.2%}: {first}", *rest]
-    return PartsReport(
+    whole = PartsReport(
         sources=[source for report in found for source in report.sources],
-        format=", ".join(dict.fromkeys(report.format for report in found)),
         max_seq_length=found[0].max_seq_length,
-        **{name: sum(getattr(report, name) for report in found) for name in _SUMS},
         parts=[report.as_dict() for report in found],
         lines=lines,
     )
-
-
-_SUMS = ("rows_read", "rows_used", "documents", "tokens", "supervised_tokens", "tokens_left_out", "dropped_overlong")
+    for report in found:
+        whole.add(report)
+    return whole

@@ -46,8 +46,10 @@ def _stream_problems(section: DataSection) -> Iterable[tuple[str, str]]:
             yield key, "has no effect on a stream: see shuffle_buffer"
     if any(map(is_token_path, section.train_paths)):
         yield "streaming", "is for rows; token files are read where they lie anyway: leave it out"
-    elif section.sources:
-        yield "streaming", "takes plain paths; sources with settings of their own are prepared before training"
+    elif section.sources and all(source.weight is None for source in section.sources):
+        yield "streaming", "takes plain paths, or sources that have a weight each; these have none"
+    elif section.sources and section.drop_last:
+        yield "drop_last", "has no effect on a stream of several sources: it has no end, and no short batch"
 
 
 def _held_out_problems(section: DataSection) -> Iterable[tuple[str, str]]:

@@ -18,6 +18,7 @@ from meshtune.data.held_out import Rows, Subset, hold_out
 from meshtune.data.prepare import naming, prepare, preview, validation_setting
 from meshtune.data.section import as_list
 from meshtune.data.stream import Stream, Streaming
+from meshtune.data.stream_blend import StreamBlend
 from meshtune.data.token_corpus import TokenCorpus, open_corpus
 from meshtune.data.token_paths import expand, index_path, is_token_path
 from meshtune.errors import DataError
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from meshtune.data.section import DataSection
 
 Finite = TokenDataset | TokenCorpus | Joined | Blend | Subset
-Tokens = Finite | Stream
+Tokens = Finite | Stream | StreamBlend
 
 
 @dataclass(frozen=True)
@@ -82,15 +83,26 @@ class Opening:
             given = [weight for weight in weights if weight is not None]
             return Blend(parts, given) if given else _joined(parts)
 
-    def _stream(self) -> Stream:
+    def _stream(self) -> Stream | StreamBlend:
         if self.streaming is None:
             raise DataError(
                 "data.streaming: true prepares rows while training goes on; there is nothing to prepare before"
             )
-        paths = as_list(self.section.train_path)
-        stream = Stream(self.section, paths, self.tokenizer, self.max_seq_length, self.streaming)
-        assert stream.first is not None
-        return stream
+        shared, parts = self.streaming, self._parts()
+        places = [shared] if len(parts) == 1 else [shared.part(number) for number in range(len(parts))]
+        streams: list[Stream] = []
+        try:
+            for part, place in zip(parts, places, strict=True):
+                paths = as_list(part.section.train_path)
+                streams.append(Stream(part.section, paths, part.tokenizer, part.max_seq_length, place))
+            for stream in streams:
+                assert stream.first is not None
+        except Exception:
+            for stream in streams:
+                stream.close()
+            raise
+        weights = [source.weight for source in self.section.sources if source.weight is not None]
+        return StreamBlend(streams, weights) if weights else streams[0]
 
     def validation(self) -> dict[str, Finite]:
         """Return the validation sets by name, one alone under "". Raises DataError naming what cannot be used."""

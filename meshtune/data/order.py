@@ -30,12 +30,14 @@ class Corpus(Protocol):
 
 class Cursor(TypedDict):
     """Where a run stands in the global order: the epoch, and the units of it that have been consumed; of a stream, those of its
-    block `block`.
+    block `block`; of several streams, how many units each has given (`taken`), and the place in each (`sources`).
     """
 
     epoch: int
     units: int
     block: NotRequired[int]
+    taken: NotRequired[list[int]]
+    sources: NotRequired[list[Cursor]]
 
 
 class Order(Protocol):

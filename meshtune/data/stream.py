@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,10 @@ class Streaming:
     folder: Path
     leads: bool = True
     says: bool = True
+
+    def part(self, number: int) -> Streaming:
+        """The place of one of several streams."""
+        return replace(self, folder=self.folder.with_name(f"{self.folder.name}-{number}"))
 
 
 class _Hub(HubSource):

@@ -42,6 +42,8 @@ class Blocks(Protocol):
 
     def get(self, place: Place) -> Found: ...
 
+    def expect(self, place: Place) -> None: ...
+
     def release(self, before: Place) -> None: ...
 
     def close(self) -> None: ...
@@ -72,7 +74,7 @@ class Reader:
 
 
 class Builder:
-    """Encodes blocks in a thread of its own, one ahead of the one that is asked for, and puts them into `folder`."""
+    """Encodes blocks in a thread of its own, the expected one before it is asked for, and puts them into `folder`."""
 
     def __init__(
         self,
@@ -91,14 +93,16 @@ class Builder:
         folder.mkdir(parents=True)
 
     def get(self, place: Place) -> Found:
-        """Return a block, and begin with the one after it. Raises DataError for what preparation refuses."""
+        """Return a block. Raises DataError for what preparation refuses."""
         try:
-            found = self._submit(place).result()
+            return self._submit(place).result()
         except Exception as error:
             _write(self._folder / "failed", {"error": str(error)})
             raise
-        self._submit((place[0] + 1, 0) if found.end else (place[0], place[1] + 1))
-        return found
+
+    def expect(self, place: Place) -> None:
+        """Begin with a block that will be asked for next."""
+        self._submit(place)
 
     def release(self, before: Place) -> None:
         """Remove blocks that every rank of this node has passed."""
@@ -152,6 +156,9 @@ class Follower:
         if documents is None and not said["empty"]:
             raise DataError(f"{self._folder / _name(place)}: a block of the stream was removed while it was needed")
         return Found(documents, said["end"])
+
+    def expect(self, place: Place) -> None:
+        """Nothing: who makes the blocks begins with them."""
 
     def release(self, before: Place) -> None:
         """Nothing: who makes the blocks removes them."""

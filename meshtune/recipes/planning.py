@@ -146,6 +146,7 @@ def course(plan: Plan, data: Tokens) -> Course:
     """Raises DataError or RecipeError where data, batch size, length of the run and schedule do not fit together."""
     from meshtune.data.order import GlobalOrder
     from meshtune.data.stream import Stream
+    from meshtune.data.stream_blend import StreamBlend, StreamBlendOrder
     from meshtune.data.stream_order import StreamOrder
 
     recipe, section = plan.recipe, plan.recipe.data
@@ -153,13 +154,18 @@ def course(plan: Plan, data: Tokens) -> Course:
         "shuffle": section.shuffle,
         "seed": recipe.seed,
         "packing": section.packing,
-        "drop_last": section.drop_last,
+        "max_seq_length": plan.max_seq_length,
     }
-    size, length, options = plan.sizes.global_batch_size, plan.max_seq_length, section.packing_options
-    if isinstance(data, Stream):
-        stream = StreamOrder(data, size, max_seq_length=length, max_documents=options.max_documents, **settings)
+    size, options = plan.sizes.global_batch_size, section.packing_options
+    if isinstance(data, Stream | StreamBlend):
+        settings["max_documents"] = options.max_documents
+        stream: Order = (
+            StreamBlendOrder(data, size, **settings)
+            if isinstance(data, StreamBlend)
+            else StreamOrder(data, size, drop_last=section.drop_last, **settings)
+        )
         total_steps = recipe.training.total_steps(0)  # where it ends is not known: max_steps is set
         return Course(stream, total_steps, recipe.lr_scheduler.build(total_steps))
-    order = GlobalOrder(data, size, max_seq_length=length, options=options, **settings)
+    order = GlobalOrder(data, size, drop_last=section.drop_last, options=options, **settings)
     total_steps = recipe.training.total_steps(order.batches_per_epoch)
     return Course(order, total_steps, recipe.lr_scheduler.build(total_steps))

@@ -149,6 +149,7 @@ class Setup:
         """Training and validation data as tokens; of a stream, its first rows."""
         from meshtune.data.opening import Opening
         from meshtune.data.stream import Stream, Streaming
+        from meshtune.data.stream_blend import StreamBlend
 
         cache = cache_folder() / "data"
         streaming = Streaming(_meeting_place(self.run), self.world.local_rank == 0, self.world.is_first)
@@ -156,7 +157,7 @@ class Setup:
             plan.recipe.rows, plan.tokenizer, plan.max_seq_length, plan.vocabulary, cache, streaming, plan.recipe.seed
         )
         training = found.training()
-        if isinstance(training, Stream):
+        if isinstance(training, Stream | StreamBlend):
             self.held.callback(training.close)
         return training, found.validation()
 

@@ -37,6 +37,25 @@ def test_a_streamed_run_goes_on_on_other_ranks(bench: Bench) -> None:
     assert not list((Path(bench.cache) / "streams").iterdir())
 
 
+def test_a_run_over_weighted_streams_goes_on_on_other_ranks(bench: Bench, tmp_path: Path) -> None:
+    """Two files of other sizes, 2 : 1, over the ends of both; each with a note and a sum of its own."""
+    paths = [write_jsonl(tmp_path / f"{n}.jsonl", make_conversations(9 + 5 * n, seed=n)) for n in range(2)]
+    sources = [{"path": str(path), "weight": weight} for path, weight in zip(paths, (2, 1), strict=True)]
+    straight, broken = (recipe_of(bench, train_path=sources) for _ in range(2))
+    outcome = bench.train(straight)
+    assert outcome.error is None and outcome.said.count("weight 66.67%: streamed, 7 rows at a time") == 2
+    assert f"{paths[1]}: 33.33% of the units" in outcome.said
+    assert bench.train(broken, 2, stop_after=3).stopped_after == 3
+    assert bench.train(broken, 2).error is None
+    found, wanted = losses(folder_of(broken)), losses(folder_of(straight))
+    assert found.keys() == wanted.keys() and found == pytest.approx(wanted, rel=1e-5)
+    assert not list((Path(bench.cache) / "streams").iterdir())
+    sources[0]["weight"] = 3
+    assert "was trained on other data" in str(
+        bench.train({**broken, "data": {**broken["data"], "train_path": sources}}, 2).error
+    )
+
+
 def test_in_file_order_a_stream_is_what_prepared_rows_are(bench: Bench) -> None:
     plain = {"packing": False, "shuffle": False}
     streamed = recipe_of(bench, **plain)
