@@ -102,15 +102,22 @@ class Checkpointer:
         facts: dict[str, Any],
         best: folder.Best | None,
     ) -> None:
-        reason = None
+        reason, writer = None, Writer(beside)
         try:
-            dcp.save(dict(state), storage_writer=Writer(beside), process_group=self._group)
+            dcp.save(dict(state), storage_writer=writer, process_group=self._group)
         except (CheckpointException, OSError) as error:
             reason = first_cause(error)
         self._raise_together(step, reason, beside)
-        path = self._on_first_rank(step, lambda: folder.publish(beside, step, facts), beside)
+        checksums = self._united(writer.checksums)
+        path = self._on_first_rank(step, lambda: folder.publish(beside, step, facts, checksums), beside)
         self._completed.append(path)
         self._on_first_rank(step, lambda: folder.retain(self._run, self._keep, best))
+
+    def _united(self, checksums: dict[str, str]) -> dict[str, str]:
+        """Those of the files of all ranks."""
+        gathered: list[dict[str, str]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(gathered, checksums, group=self._group)
+        return {name: value for own in gathered for name, value in own.items()}
 
     def _on_first_rank(self, step: int, work: Callable[[], Any], beside: Path | None = None) -> Any:
         """The result of `work` on rank 0, for every rank; every rank raises if it could not be done."""

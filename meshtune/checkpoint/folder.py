@@ -12,10 +12,12 @@ import json
 import re
 import shutil
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshtune.checkpoint.checksums import CHECKSUMS, checksum_of, is_whole, sealed
 from meshtune.checkpoint.durable import sync_folder, write_durably
 from meshtune.config.inside import inside
 from meshtune.errors import CheckpointError
@@ -35,13 +37,16 @@ class Complete:
     manifest: dict[str, Any]
 
 
-def survey(run: Path) -> tuple[list[Complete], list[str]]:
-    """The complete checkpoints of a run folder, oldest first, and why others that bear a checkpoint's name are not."""
+def survey(run: Path, known: Mapping[Path, str] | None = None) -> tuple[list[Complete], list[str]]:
+    """The complete checkpoints of a run folder, oldest first, and why others that bear a checkpoint's name are not.
+
+    `known` are those whose files have been read and found damaged, with the reason.
+    """
     complete, damaged = [], []
     for path in (run / "checkpoints").glob("step-*"):
         if re.fullmatch(r"step-\d+", path.name):
             try:
-                complete.append(read(path))
+                complete.append(read(path, known))
             except CheckpointError as error:
                 damaged.append(str(error))
     return sorted(complete, key=lambda c: c.step), sorted(damaged)
@@ -61,13 +66,18 @@ def checkpoints(run: Path) -> list[Complete]:
     return survey(run)[0]
 
 
-def newest(run: Path) -> Complete | None:
-    return next(reversed(checkpoints(run)), None)
+def newest(run: Path, known: Mapping[Path, str] | None = None) -> Complete | None:
+    return next(reversed(survey(run, known)[0]), None)
 
 
-def read(path: Path) -> Complete:
-    """The checkpoint at `path`. Raises CheckpointError if it is not complete."""
+def read(path: Path, known: Mapping[Path, str] | None = None) -> Complete:
+    """The checkpoint at `path`. Raises CheckpointError if it is not complete, or `known` to be damaged.
+
+    What its files hold is not looked at: `checksums.verify` does that.
+    """
     file = path / MANIFEST
+    if known and path in known:
+        raise CheckpointError(known[path])
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -75,6 +85,8 @@ def read(path: Path) -> Complete:
         raise CheckpointError(f"{path} is not a complete checkpoint: {reason}") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not a complete checkpoint: {file} is not JSON: {error}") from error
+    if isinstance(manifest, dict) and not is_whole(manifest):
+        raise CheckpointError(f"{path} is damaged: {MANIFEST} does not hold what was written")
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else manifest
         raise CheckpointError(f"{path} has checkpoint format {found!r}; this version reads {_FORMAT}")
@@ -107,14 +119,24 @@ def begin(run: Path, step: int) -> Path:
     return beside
 
 
-def publish(beside: Path, step: int, facts: dict[str, Any]) -> Path:
+def publish(beside: Path, step: int, facts: dict[str, Any], checksums: Mapping[str, str] | None = None) -> Path:
     """Write the manifest, the last file of a checkpoint, and give the folder its name.
 
-    All of it is on the disk when this returns. A folder of that name, from before a resume, makes room.
+    All of it is on the disk when this returns. A folder of that name, from before a resume, makes room. Files whose checksums
+    nobody took while they were written are read again.
     """
-    files = {p.relative_to(beside).as_posix(): p.stat().st_size for p in sorted(beside.rglob("*")) if p.is_file()}
-    manifest = {"format": _FORMAT, "step": step, **facts, "files": files}
-    write_durably(beside / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    known, files = checksums or {}, {}
+    for file in sorted(beside.rglob("*")):
+        if file.is_file():
+            files[file.relative_to(beside).as_posix()] = file
+    manifest = {
+        "format": _FORMAT,
+        "step": step,
+        **facts,
+        "files": {name: file.stat().st_size for name, file in files.items()},
+        CHECKSUMS: {name: known.get(name) or checksum_of(file) for name, file in files.items()},
+    }
+    write_durably(beside / MANIFEST, json.dumps(sealed(manifest), indent=2) + "\n")
     sync_folder(beside)
     final = path_of(beside.parent.parent, step)
     old = beside.with_name(f".step-{step}.old")

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -29,18 +31,39 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from meshtune.checkpoint.checksums import Summed
 from meshtune.checkpoint.durable import write_durably
 from meshtune.config.inside import inside
 
 TENSORS = "tensors.json"
 
 
+class _SummedFiles(FileSystem):
+    """Takes the checksum of each file that is written, by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checksums: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            yield (summed := Summed(stream))
+        self.checksums[Path(path).name] = summed.checksum
+
+
 class Writer(dcp.FileSystemWriter):
-    """Writes tensors as torch does, and `tensors.json` beside them."""
+    """Writes tensors as torch does, and `tensors.json` beside them. `checksums` are those of the files of tensors that this
+    rank has written, by name."""
 
     def __init__(self, folder: Path):
         super().__init__(folder, sync_files=True)
         self._folder = folder
+        self.fs = self._files = _SummedFiles()
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        return {name: value for name, value in self._files.checksums.items() if name.endswith(DEFAULT_SUFFIX)}
 
     def storage_meta(self) -> StorageMeta:
         """Nothing that would make two checkpoints of one state differ."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +81,18 @@ def resolved_recipe(run: Path) -> Recipe:
     return load(Recipe, str(file))
 
 
-def find_resume(recipe: Recipe, run: Path) -> checkpoint_folder.Complete | None:
-    """The checkpoint to continue from, or None to start anew. Changes nothing.
+def find_resume(
+    recipe: Recipe, run: Path, known: Mapping[Path, str] | None = None
+) -> checkpoint_folder.Complete | None:
+    """The checkpoint to continue from, or None to start anew. Changes nothing. `known` are those whose files have been found
+    damaged, with the reason.
 
     Raises CheckpointError if neither would be right.
     """
     wanted = recipe.checkpoint.resume_from
     if wanted not in ("auto", "never"):
-        return _named(Path(wanted))
-    complete, damaged = checkpoint_folder.survey(run)
+        return _named(Path(wanted), known)
+    complete, damaged = checkpoint_folder.survey(run, known)
     if wanted == "never" and complete:
         raise CheckpointError(
             f"checkpoint.resume: never, but {run} holds checkpoints up to step {complete[-1].step}; name another "
@@ -101,22 +105,24 @@ def find_resume(recipe: Recipe, run: Path) -> checkpoint_folder.Complete | None:
     return complete[-1] if complete else None
 
 
-def _named(path: Path) -> checkpoint_folder.Complete:
+def _named(path: Path, known: Mapping[Path, str] | None) -> checkpoint_folder.Complete:
     inside = checkpoint_folder.newest(path)
     if inside is not None:
         raise CheckpointError(f"checkpoint.resume: {path} is a run folder; name one of its checkpoints: {inside.path}")
     try:
-        return checkpoint_folder.read(path)
+        return checkpoint_folder.read(path, known)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint.resume: {error}") from error
 
 
-def clear_the_way(run: Path, resume: checkpoint_folder.Complete | None) -> list[str]:
+def clear_the_way(
+    run: Path, resume: checkpoint_folder.Complete | None, known: Mapping[Path, str] | None = None
+) -> list[str]:
     """Before the first step: set aside what an earlier course has left beyond the checkpoint that the run goes on from.
 
     Returns what a user should know of it.
     """
-    damaged = checkpoint_folder.survey(run)[1]
+    damaged = checkpoint_folder.survey(run, known)[1]
     later = [] if resume is None else checkpoint_folder.set_aside(run, resume.step)
     return [*(f"passed over {text}" for text in damaged), *(f"set aside as {path}" for path in later)]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshtune.checkpoint.checksums import find_sound, verify
 from meshtune.checkpoint.folder import Complete, sweep
 from meshtune.errors import CheckpointError
 from meshtune.layout.world import World, connect
@@ -81,7 +82,8 @@ class Setup:
         self.world, self.held = world, held
         recipe = planning.with_folder(recipe)
         self.run = Path(recipe.checkpoint.dir or "")
-        self.resume = world.from_first(lambda: folder.find_resume(recipe, self.run))
+        self.damaged: dict[Path, str] = {}
+        self.resume = find_sound(lambda known: folder.find_resume(recipe, self.run, known), world, self.damaged)
         self.recipe = folder.continued(recipe, self.resume)
         self.plan: Plan = world.all_together(lambda: planning.plan(self.recipe, world.size, world.device.type))
         self.layout = self.plan.layout.connect()
@@ -174,9 +176,11 @@ class Setup:
         """
         lock = self.held.enter_context(folder.take(self.run))
         sweep(self.run)
-        resume = folder.find_resume(self.recipe, self.run)
+        resume = folder.find_resume(self.recipe, self.run, self.damaged)
+        if resume is not None and resume != self.resume:  # another run has ended while this one waited for the folder
+            verify(resume)
         changes = [] if resume is None else self._changes(resume)
-        changes += folder.clear_the_way(self.run, resume)
+        changes += folder.clear_the_way(self.run, resume, self.damaged)
         if not lock.supported:
             changes.append(f"WARNING     the file system of {self.run} has no locks: give the folder to no other run")
         data = self.train_data.report.as_dict()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshtune.checkpoint import folder
 from meshtune.checkpoint.checkpoint import Checkpointer
+from meshtune.checkpoint.checksums import find_sound
 from meshtune.errors import TrainingError
 from meshtune.training.state import TrainState
 
@@ -36,10 +37,11 @@ class RunSaver:
         self._keeper.finish(patience)
 
     def roll_back(self) -> TrainState:
-        newest = self._setup.world.from_first(lambda: folder.newest(self._setup.run))
+        setup = self._setup
+        newest = find_sound(lambda damaged: folder.newest(setup.run, damaged), setup.world, {})
         if newest is None:
             raise TrainingError(
-                f"there is no checkpoint in {self._setup.run} to roll back to yet; save earlier (checkpoint.every_steps), or "
+                f"there is no checkpoint in {setup.run} to roll back to yet; save earlier (checkpoint.every_steps), or "
                 "write skip or stop in place of rollback"
             )
         return TrainState.from_dict(self._keeper.load(newest.path)["state"])

@@ -107,8 +107,8 @@ def train_on_a_slow_disk(
         happened.append(f"begin {step}")
         return begin(run, step)
 
-    def noted_publish(beside: Path, step: int, facts: dict[str, Any]) -> Path:
-        path = publish(beside, step, facts)
+    def noted_publish(beside: Path, step: int, *rest: Any) -> Path:
+        path = publish(beside, step, *rest)
         happened.append(f"end {step}")
         return path
 

@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from meshtune.checkpoint import folder
+from meshtune.checkpoint.checksums import CHECKSUMS, checksum_of, sealed
 from meshtune.checkpoint.loading import load_weights
 from meshtune.checkpoint.state import model_state
 from meshtune.checkpoint.storage import TENSORS, Writer
@@ -61,12 +62,21 @@ def checkpoint(saved: Path, tmp_path: Path) -> Path:
 
 
 def rewrite(file: Path, content: bytes) -> None:
-    """Replace a file, and its size in the manifest, as who forges a checkpoint would."""
+    """Replace a file, its size and its checksum in the manifest, as who forges a checkpoint would."""
     file.write_bytes(content)
-    manifest = file.parent / folder.MANIFEST
-    values = json.loads(manifest.read_text(encoding="utf-8"))
-    values["files"][file.name] = len(content)
-    manifest.write_text(json.dumps(values), encoding="utf-8")
+    values = manifest_of(file.parent)
+    values["files"][file.name], values[CHECKSUMS][file.name] = len(content), checksum_of(file)
+    forge(file.parent, values)
+
+
+def manifest_of(checkpoint: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((checkpoint / folder.MANIFEST).read_text(encoding="utf-8"))
+    del values["manifest_crc32"]
+    return values
+
+
+def forge(checkpoint: Path, manifest: dict[str, Any]) -> None:
+    (checkpoint / folder.MANIFEST).write_text(json.dumps(sealed(manifest)), encoding="utf-8")
 
 
 def test_tensors_come_back_to_the_bit(checkpoint: Path) -> None:
@@ -134,9 +144,9 @@ def test_no_name_leads_out_of_the_folder(checkpoint: Path, name: str) -> None:
     rewrite(checkpoint / TENSORS, json.dumps(contents).encode())
     with pytest.raises(CheckpointError, match="is not the name of a file inside"):
         load_weights(checkpoint, net())
-    manifest = json.loads((checkpoint / folder.MANIFEST).read_text(encoding="utf-8"))
+    manifest = manifest_of(checkpoint)
     manifest["files"][name] = 4096
-    (checkpoint / folder.MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    forge(checkpoint, manifest)
     with pytest.raises(CheckpointError, match="is not the name of a file inside"):
         folder.read(checkpoint)
 
