@@ -41,9 +41,8 @@ def _stream_problems(section: DataSection) -> Iterable[tuple[str, str]]:
         if section.shuffle_buffer is not None:
             yield "shuffle_buffer", "has no effect without `streaming: true`"
         return
-    for key in ("packing_window", "num_workers"):
-        if getattr(section, key) is not None:
-            yield key, "has no effect on a stream: see shuffle_buffer"
+    if section.packing_window is not None:
+        yield "packing_window", "has no effect on a stream: see shuffle_buffer"
     if any(map(is_token_path, section.train_paths)):
         yield "streaming", "is for rows; token files are read where they lie anyway: leave it out"
     elif section.sources and all(source.weight is None for source in section.sources):

@@ -88,11 +88,11 @@ class Opening:
             raise DataError(
                 "data.streaming: true prepares rows while training goes on; there is nothing to prepare before"
             )
-        shared, parts = self.streaming, self._parts()
-        places = [shared] if len(parts) == 1 else [shared.part(number) for number in range(len(parts))]
+        parts, weights = self._parts(), [source.weight for source in self.section.sources if source.weight is not None]
+        places = [self.streaming.part(number, weight / sum(weights)) for number, weight in enumerate(weights)]
         streams: list[Stream] = []
         try:
-            for part, place in zip(parts, places, strict=True):
+            for part, place in zip(parts, places or [self.streaming], strict=True):
                 paths = as_list(part.section.train_path)
                 streams.append(Stream(part.section, paths, part.tokenizer, part.max_seq_length, place))
             for stream in streams:
@@ -101,7 +101,6 @@ class Opening:
             for stream in streams:
                 stream.close()
             raise
-        weights = [source.weight for source in self.section.sources if source.weight is not None]
         return StreamBlend(streams, weights) if weights else streams[0]
 
     def validation(self) -> dict[str, Finite]:

@@ -111,8 +111,8 @@ class DataSection(Section):
     num_workers: int | None = Field(
         default=None,
         ge=1,
-        description="Processes that prepare rows (default: one for each core, once there is work for them); 1: none but the "
-        "run's own. The result is the same.",
+        description="Processes that prepare rows (default: one for each core, once there is work for them; on a stream, beside "
+        "which training runs, one for every 4 cores, at most 8); 1: none but the run's own. The result is the same.",
     )
     shuffle: bool = Field(default=True, description="Permute the rows each epoch, by the seed; false: file order.")
     packing: bool = Field(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshtune.data.cache_key import cache_key
-from meshtune.data.encode_block import BlockEncoder, EncodedBlock
+from meshtune.data.encode_block import BlockEncoder
 from meshtune.data.prepare import check_share
 from meshtune.data.readers_arrow import read_stream
 from meshtune.data.reading import Reading
@@ -18,7 +18,8 @@ from meshtune.data.recognise import detect_format
 from meshtune.data.report import DataReport
 from meshtune.data.rows import Row
 from meshtune.data.sources import FileSource, HubSource, Source, open_sources
-from meshtune.data.stream_blocks import Blocks, Builder, Follower, Place, Reader
+from meshtune.data.stream_blocks import Blocks, Builder, Follower
+from meshtune.data.stream_encoding import Place, Reader, StreamEncoder, processes_for
 from meshtune.data.token_files import sampled_digest
 from meshtune.errors import DataError
 
@@ -30,15 +31,18 @@ DEFAULT_BUFFER = 4096
 
 @dataclass(frozen=True)
 class Streaming:
-    """Where the ranks of a node share blocks, whether this rank makes them, and whether it says what it counts."""
+    """Where the ranks of a node share blocks, whether this rank makes them, and whether it says what it counts. Of several
+    streams, `share` is this one's part of the rows.
+    """
 
     folder: Path
     leads: bool = True
     says: bool = True
+    share: float = 1.0
 
-    def part(self, number: int) -> Streaming:
+    def part(self, number: int, share: float) -> Streaming:
         """The place of one of several streams."""
-        return replace(self, folder=self.folder.with_name(f"{self.folder.name}-{number}"))
+        return replace(self, folder=self.folder.with_name(f"{self.folder.name}-{number}"), share=share)
 
 
 class _Hub(HubSource):
@@ -97,9 +101,12 @@ class Stream:
         self._section, self._says = section, where.says
         self.blocks: Blocks = Follower(where.folder)
         if where.leads:
-            encoder = BlockEncoder(section, row_format, tokenizer, longest)
-            reader = Reader(sources, self.rows_at_once)
-            self.blocks = Builder(reader, encoder, where.folder, self.report, self._told)
+            encoder = StreamEncoder(
+                Reader(sources, self.rows_at_once),
+                BlockEncoder(section, row_format, tokenizer, longest),
+                processes_for(section.num_workers, where.share),
+            )
+            self.blocks = Builder(encoder, where.folder, self.report, self._told)
 
     @cached_property
     def first(self) -> Any:
@@ -126,9 +133,9 @@ class Stream:
         """Stop making blocks, and remove them."""
         self.blocks.close()
 
-    def _told(self, place: Place, block: EncodedBlock) -> None:
+    def _told(self, place: Place, block: DataReport) -> None:
         check_share(self._section, self.report)
-        lines = block.report.unusable_lines() if place[0] == 0 else []
+        lines = block.unusable_lines() if place[0] == 0 else []
         if self._says and lines:
             print(
                 "\n".join(f"data        rows {place[1] * self.rows_at_once:,} and on: {line}" for line in lines),

@@ -6,27 +6,20 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
 from meshtune.data import store
-from meshtune.data.blocks import RowBlock
 from meshtune.data.dataset import TokenDataset
-from meshtune.data.encode_block import BlockEncoder, EncodedBlock
-from meshtune.data.reading import Reading
+from meshtune.data.encode_block import EncodedBlock
 from meshtune.data.report import DataReport
-from meshtune.data.rows import Row
-from meshtune.data.sources import Source
+from meshtune.data.stream_encoding import Place, StreamEncoder
 from meshtune.errors import DataError
 
 _POLL_S = 0.02
-
-Place = tuple[int, int]
-"""An epoch, and the number of a block in it."""
 
 
 @dataclass(frozen=True)
@@ -49,43 +42,18 @@ class Blocks(Protocol):
     def close(self) -> None: ...
 
 
-class Reader:
-    """Reads rows on from where it stopped; rows of blocks that are passed over are read, and not encoded."""
-
-    def __init__(self, sources: Sequence[Source], rows: int) -> None:
-        self._sources, self._rows = sources, rows
-        self._next: Place | None = None
-        self._written: Iterator[Row] = iter(())
-
-    @property
-    def reading(self) -> Reading:
-        """What lies between what is written and the rows."""
-        return self._sources[0].reading
-
-    def read(self, place: Place) -> list[Row]:
-        """Return the rows of a block, fewer at the stream's end."""
-        epoch, number = place
-        if self._next is None or self._next[0] != epoch or self._next[1] > number:
-            self._written, self._next = chain.from_iterable(source.written() for source in self._sources), (epoch, 0)
-        for _ in islice(self._written, (number - self._next[1]) * self._rows):
-            pass
-        self._next = epoch, number + 1
-        return list(islice(self._written, self._rows))
-
-
 class Builder:
     """Encodes blocks in a thread of its own, the expected one before it is asked for, and puts them into `folder`."""
 
     def __init__(
         self,
-        reader: Reader,
-        encoder: BlockEncoder,
+        encoder: StreamEncoder,
         folder: Path,
         report: DataReport,
-        told: Callable[[Place, EncodedBlock], None],
+        told: Callable[[Place, DataReport], None],
     ) -> None:
-        """`report` counts what is read; `told` is called with each block, in the thread, and may refuse it with DataError."""
-        self._reader, self._encoder = reader, encoder
+        """`report` counts what is read; `told` is called with each block's, in the thread, and may refuse it with DataError."""
+        self._encoder = encoder
         self._folder, self._report, self._told = folder, report, told
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stream")
         self._work: dict[Place, Future[Found]] = {}
@@ -114,6 +82,7 @@ class Builder:
     def close(self) -> None:
         """Remove everything."""
         self._thread.shutdown(cancel_futures=True)
+        self._encoder.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _submit(self, place: Place) -> Future[Found]:
@@ -122,20 +91,23 @@ class Builder:
         return self._work[place]
 
     def _build(self, place: Place) -> Found:
-        rows = self._reader.read(place)
-        found = Found(end=True)
-        if rows:
-            encoded = self._encoder.encode(RowBlock(self._reader.reading, rows))
-            self._report.add(encoded.report)
-            self._told(place, encoded)
-            found = Found(self._kept(place, encoded) if encoded.lengths else None)
+        pieces = self._encoder.encode(place)
+        found = Found(end=not pieces)
+        if pieces:
+            report = DataReport(max_seq_length=self._report.max_seq_length)
+            for piece in pieces:
+                report.add(piece.report)
+            self._report.add(report)
+            self._told(place, report)
+            found = Found(self._kept(place, pieces, report) if report.documents else None)
         _write(self._folder / f"{_name(place)}.json", {"end": found.end, "empty": found.documents is None})
         return found
 
-    def _kept(self, place: Place, encoded: EncodedBlock) -> TokenDataset:
+    def _kept(self, place: Place, pieces: Sequence[EncodedBlock], report: DataReport) -> TokenDataset:
         with store.Writer(self._folder / _name(place)) as writer:
-            writer.write(encoded.input_ids, encoded.supervised, encoded.lengths)
-            return writer.publish(encoded.report)
+            for piece in pieces:
+                writer.write(piece.input_ids, piece.supervised, piece.lengths)
+            return writer.publish(report)
 
 
 class Follower:

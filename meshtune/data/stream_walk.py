@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from meshtune.data.collate import Document
 from meshtune.data.order import Cursor
 from meshtune.data.packing import PackingOptions
-from meshtune.data.stream_blocks import Place
+from meshtune.data.stream_encoding import Place
 from meshtune.data.units import RowUnits, Unit
 from meshtune.errors import DataError
 
