@@ -14,7 +14,6 @@ from meshtune.data.rows import Row, RowProblem, UnusableRow
 from meshtune.data.shapes import CONVERSATIONAL, shapes_of
 from meshtune.data.text import TextEncoder
 from meshtune.data.tokens import TokensEncoder
-from meshtune.errors import DataError
 
 if TYPE_CHECKING:
     from meshtune.data.section import DataSection
@@ -25,27 +24,21 @@ _PAIRS = ("alpaca", "prompt_completion")
 def encoder(section: DataSection, row_format: str, tokenizer: Any) -> Encoder:
     """Return the encoder of a format that `detect_format` found for the section.
 
-    Raises DataError where the tokenizer cannot serve it.
+    Raises DataError where the tokenizer cannot serve it. What the section says of turns applies to rows that have some.
     """
-    _check_settings_of_turns(section, row_format, tokenizer)
     if row_format == "text":
         return TextEncoder(tokenizer)
     if row_format == "tokens":
         return TokensEncoder(tokenizer)
-    if row_format in _PAIRS and not tokenizer.chat_template:
+    if not has_turns(row_format, tokenizer):
         return PairEncoder(tokenizer, row_format)
     chat = ChatEncoder(tokenizer, section.train_on or "all", section.reasoning or "template")
     return ConversationEncoder(chat, row_format, any_other=section.format == "auto")
 
 
-def _check_settings_of_turns(section: DataSection, row_format: str, tokenizer: Any) -> None:
-    if row_format in CONVERSATIONAL and (row_format not in _PAIRS or tokenizer.chat_template):
-        return
-    if section.has_sources_of_their_own:
-        return
-    for key in ("train_on", "reasoning"):
-        if getattr(section, key) is not None:
-            raise DataError(f"data.{key} has no effect: rows of `{row_format}` have no assistant turns here")
+def has_turns(row_format: str, tokenizer: Any) -> bool:
+    """Tell whether rows of a format are learnt by assistant turns."""
+    return row_format in CONVERSATIONAL and (row_format not in _PAIRS or bool(tokenizer.chat_template))
 
 
 class ConversationEncoder:

@@ -5,7 +5,7 @@ already.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 from meshtune.data import store
 from meshtune.data.blend import Blend, Joined
 from meshtune.data.dataset import TokenDataset
+from meshtune.data.encoders import has_turns
 from meshtune.data.held_out import Rows, Subset, hold_out
 from meshtune.data.prepare import naming, prepare, preview, validation_setting
+from meshtune.data.reading import Reading
+from meshtune.data.recognise import detect_format
 from meshtune.data.section import as_list
-from meshtune.data.stream import Stream, Streaming
+from meshtune.data.sources import open_sources
+from meshtune.data.stream import Stream, Streaming, streamed_sources
 from meshtune.data.stream_blend import StreamBlend
 from meshtune.data.token_corpus import TokenCorpus, open_corpus
 from meshtune.data.token_paths import expand, index_path, is_token_path
@@ -55,6 +59,7 @@ class Opening:
         size = self.section.validation_size
         if size is None:
             return self._whole(), None
+        self._check_turns()
         with naming("data.train_path"):
             parts = [cast(Rows, part._open(as_list(part.section.train_path), part._split)) for part in self._parts()]
             weights = [source.weight for source in self.section.sources if source.weight is not None]
@@ -73,6 +78,7 @@ class Opening:
 
     def _whole(self) -> Tokens:
         self._check_separator()
+        self._check_turns()
         with naming("data.train_path"):
             if self.section.streaming:
                 return self._stream()
@@ -125,6 +131,7 @@ class Opening:
         held_out = self.section.validation_split or "validation"
         sets = [(validation_setting(name), paths, held_out) for name, paths in self.section.validation_sets.items()]
         lines = []
+        self._check_turns()
         with naming("data.train_path"):
             for part in self._parts():
                 lines += part._preview(as_list(part.section.train_path), part._split)
@@ -168,6 +175,35 @@ class Opening:
             raise DataError(
                 "data.document_separator: every token file has an index that says where documents end; leave it out"
             )
+
+    def _check_turns(self) -> None:
+        """Raise DataError where a setting of assistant turns is set, and no set of rows has any."""
+        keys = [key for key in ("train_on", "reasoning") if getattr(self.section, key) is not None]
+        if not keys:
+            return
+        seen: list[str] = []
+        for row_format in self._formats():
+            if has_turns(row_format, self.tokenizer):
+                return
+            seen.append(f"`{row_format}`")
+        told = " and of ".join(dict.fromkeys(seen)) or "token files"
+        raise DataError(f"data.{keys[0]} has no effect: rows of {told} have no assistant turns here")
+
+    def _formats(self) -> Iterator[str]:
+        """Yield the format of each set of rows, of training and of validation, by its first rows."""
+        held_out = self.section.validation_split or "validation"
+        for part in self._parts():
+            with naming("data.train_path"):
+                yield from part._format(as_list(part.section.train_path), part._split, self.section.streaming)
+        for name, paths in self.section.validation_sets.items():
+            with naming(validation_setting(name)):
+                yield from self._format(as_list(paths), held_out)
+
+    def _format(self, paths: Sequence[str], split: str, streaming: bool = False) -> Iterator[str]:
+        if not any(map(is_token_path, paths)):
+            opened = streamed_sources if streaming else open_sources
+            sources = opened(list(paths), split, self.section.hub_config, Reading.of(self.section))
+            yield detect_format(sources, self.section.format)
 
     def _separator(self) -> int | None:
         asked, own = self.section.document_separator, self.tokenizer.eos_token_id

@@ -92,8 +92,8 @@ class Stream:
         self, section: DataSection, paths: Sequence[str], tokenizer: Any, longest: int, where: Streaming
     ) -> None:
         """Raises DataError for what preparation refuses of the first block, or where that has no row to train on."""
-        opened = open_sources(list(paths), section.train_split or "train", section.hub_config, Reading.of(section))
-        sources = [_streamed(source) for source in opened]
+        split = section.train_split or "train"
+        sources = streamed_sources(list(paths), split, section.hub_config, Reading.of(section))
         self.rows_at_once = section.shuffle_buffer or DEFAULT_BUFFER
         self.fingerprint = _fingerprint(cache_key(section, sources, tokenizer, longest), self.rows_at_once)
         row_format = detect_format(sources, section.format)
@@ -141,6 +141,11 @@ class Stream:
                 "\n".join(f"data        rows {place[1] * self.rows_at_once:,} and on: {line}" for line in lines),
                 flush=True,
             )
+
+
+def streamed_sources(paths: list[str], split: str, hub_config: str | None, reading: Reading) -> list[Source]:
+    """Return the sources that the paths name, none of which is read as a whole; see `open_sources`."""
+    return [_streamed(source) for source in open_sources(paths, split, hub_config, reading)]
 
 
 def _streamed(source: Source) -> Source:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from meshtune.config import from_mapping
 from meshtune.data.chat import ChatEncoder
 from meshtune.data.encoders import encoder
 from meshtune.data.encoding import Encoded
+from meshtune.data.opening import Opening
 from meshtune.data.rows import Row, RowProblem
 from meshtune.data.section import DataSection
 from meshtune.errors import DataError, RecipeError
@@ -232,13 +235,55 @@ def test_the_recipe_hands_its_settings_to_the_encoder() -> None:
 
 
 @pytest.mark.parametrize("setting", [{"train_on": "last"}, {"reasoning": "keep"}])
-def test_settings_of_turns_are_refused_where_rows_have_none(setting: dict[str, str]) -> None:
-    """By the recipe where it names the format, else when the rows are known; not where sources may differ."""
+def test_settings_of_turns_are_refused_where_no_set_has_any(setting: dict[str, str], tmp_path: Path) -> None:
+    """By the recipe where it names the format, else when the first rows are known."""
     (key,) = setting
     with pytest.raises(RecipeError, match=f"{key}.*format `text`"):
         from_mapping(DataSection, {"train_path": "a.jsonl", "format": "text", **setting})
-    section = from_mapping(DataSection, {"train_path": "a.jsonl", **setting})
-    with pytest.raises(DataError, match=f"data.{key} has no effect"):
-        encoder(section, "text", kit.words())
-    blend = [{"path": "a.jsonl", "format": "text"}, {"path": "b.jsonl"}]
-    encoder(from_mapping(DataSection, {"train_path": blend, **setting}), "text", kit.words())
+    text, chats = tmp_path / "text.jsonl", tmp_path / "chat.jsonl"
+    text.write_text('{"text": "hi ok"}\n', encoding="utf-8")
+    chats.write_text(json.dumps({"messages": chat("hi", "ok")}) + "\n", encoding="utf-8")
+
+    def opening(**paths: Any) -> Opening:
+        section = from_mapping(DataSection, {**setting, **{name: _written(path) for name, path in paths.items()}})
+        return Opening(section, kit.words(), 16, 60, tmp_path / "cache")
+
+    none = [
+        {"train_path": text},
+        {"train_path": [{"path": text, "weight": 1}, {"path": text, "weight": 2}], "validation_path": text},
+        {"train_path": text, "validation_size": 1},
+    ]
+    for paths in none:
+        for look in (Opening.training, Opening.preview):
+            with pytest.raises(DataError, match=rf"data\.{key} has no effect: rows of `text` have no assistant turns"):
+                look(opening(**paths))
+    some = [
+        {"train_path": chats, "validation_path": text},
+        {"train_path": text, "validation_path": {"talk": chats, "prose": text}},
+        {"train_path": [{"path": text, "weight": 1}, {"path": chats, "weight": 2}], "validation_path": text},
+    ]
+    for paths in some:
+        one = opening(**paths)
+        assert one.preview() and one.training().report.rows_used
+        assert all(data.report.rows_used for data in one.validation().values())
+
+
+def test_settings_of_turns_change_the_sets_that_have_turns(tmp_path: Path) -> None:
+    """Plain texts for validation are learnt in full beside conversations of which the last turn is."""
+    text, chats = tmp_path / "text.jsonl", tmp_path / "chat.jsonl"
+    text.write_text('{"text": "hi ok hi"}\n', encoding="utf-8")
+    chats.write_text(json.dumps({"messages": chat("hi", "ok", "hi", "ok")}) + "\n", encoding="utf-8")
+    section = from_mapping(DataSection, {"train_path": str(chats), "validation_path": str(text), "train_on": "last"})
+    one = Opening(section, kit.words(), 16, 60, tmp_path / "cache")
+    training, validation = one.training(), one.validation()[""]
+    assert training.report.supervised_tokens == 2
+    assert validation.report.supervised_tokens == validation.report.tokens - 1 == 3
+
+
+def _written(paths: Any) -> Any:
+    """Paths as a recipe has them."""
+    if isinstance(paths, list):
+        return [_written(item) for item in paths]
+    if isinstance(paths, dict):
+        return {name: _written(item) for name, item in paths.items()}
+    return str(paths) if isinstance(paths, Path) else paths
