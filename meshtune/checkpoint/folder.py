@@ -205,6 +205,18 @@ def retain(run: Path, keep: int | None, best: Best | None = None) -> None:
         discard(doomed)
 
 
+def best(run: Path) -> Best | None:
+    """What `checkpoints/best.json` names; None without such a file. Raises CheckpointError if it is damaged."""
+    file = run / "checkpoints" / BEST
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        return Best(int(values["step"]), str(values["metric"]), float(values["value"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+
+
 def point_to(run: Path, best: Best | None) -> None:
     """Let `checkpoints/best.json` name the best checkpoint; without one there is no such file."""
     file = run / "checkpoints" / BEST

@@ -35,10 +35,11 @@ class CheckpointSection(Section):
         "Each validation that is the best one so far is followed by a checkpoint, which is kept beside the newest ones and "
         "named by `checkpoints/best.json`.",
     )
-    export: bool | Literal["final", "none", "all"] = Field(
+    export: bool | Literal["final", "best", "none", "all"] = Field(
         "final",
-        description="`final` (or true) writes `export/` in Hugging Face form at the end; `all` also one beside each "
-        "checkpoint; `none` (or false) none.",
+        description="`final` (or true) writes `export/` in Hugging Face form at the end, with the weights after the last step; "
+        "`best` with those of the best checkpoint, by `best_metric`; `all` as `final`, and also one beside each checkpoint; "
+        "`none` (or false) none.",
     )
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="`auto` keeps each tensor's dtype of the checkpoint that the model came from."
@@ -54,6 +55,11 @@ class CheckpointSection(Section):
     def problems(self) -> Iterable[tuple[str, str]]:
         if self.export in (False, "none") and self.export_dtype != "auto":
             yield "export_dtype", "has no effect with `export: none`"
+        if self.export == "best" and self.best_metric is None:
+            yield (
+                "export",
+                "`best` needs checkpoint.best_metric, such as validation_loss, which says what is the best one",
+            )
         if self.asynchronous and self.export == "all":
             yield (
                 "asynchronous",
@@ -62,7 +68,7 @@ class CheckpointSection(Section):
 
     @property
     def exports_at_end(self) -> bool:
-        return self.export in (True, "final", "all")
+        return self.export not in (False, "none")
 
     @property
     def resume_from(self) -> str:

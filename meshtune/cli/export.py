@@ -13,7 +13,9 @@ from meshtune.cli.outcome import exits
 def export(
     run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
     to: Annotated[Path, typer.Option(help="The folder to write, in Hugging Face form.")],
-    step: Annotated[int | None, typer.Option(help="The checkpoint's step. Default: the newest.")] = None,
+    step: Annotated[
+        str | None, typer.Option(help="The checkpoint's step, or best, by checkpoint.best_metric. Default: the newest.")
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16. Default: as the recipe says.")
     ] = None,
@@ -23,10 +25,11 @@ def export(
         from meshtune.cli.quiet import quiet
 
         quiet()
-        from meshtune.layout.world import connect, disconnect
+        from meshtune.layout.world import disconnect
         from meshtune.recipes.exporting import export_checkpoint
 
-        connect("cpu")
-        source = export_checkpoint(run, to, step, dtype)
+        source, damaged = export_checkpoint(run, to, step, dtype)
         disconnect()
+        for text in damaged:
+            print(f"passed over {text}")
         print(f"exported {source} to {to}")

@@ -133,6 +133,8 @@ class Setup:
             for line in self.train_data.report.summary():
                 reporter.say(line)
         target = self.run / "export" if self.recipe.checkpoint.exports_at_end else None
+        if self.recipe.checkpoint.export == "best" and parts.saver is not None:
+            reporter.say(f"exporting   the best checkpoint, {parts.saver.take_best(state)}")
         if target is not None:
             self.export(target)
         return RunResult(self.run, target, state)

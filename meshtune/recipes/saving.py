@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from meshtune.checkpoint import folder
 from meshtune.checkpoint.checkpoint import Checkpointer
 from meshtune.checkpoint.checksums import find_sound
+from meshtune.checkpoint.loading import load_weights
 from meshtune.errors import TrainingError
 from meshtune.training.state import TrainState
 
@@ -52,6 +53,23 @@ class RunSaver:
         state = TrainState.from_dict(self._keeper.load(path)["state"])
         state.best = self._setup.world.from_first(lambda: self._known_best(state.best))
         return state
+
+    def take_best(self, state: TrainState) -> str:
+        """Fill the model from the best checkpoint so far, and say which it is.
+
+        Raises TrainingError where no validation was the best one, CheckpointError if the checkpoint is damaged.
+        """
+        if state.best is None:
+            metric = self._setup.recipe.checkpoint.best_metric
+            raise TrainingError(
+                f"checkpoint.export: best, but no validation of this run gave a {metric} to compare; `meshtune export "
+                f"{self._setup.run} --to FOLDER` exports the newest checkpoint"
+            )
+        path = folder.path_of(self._setup.run, state.best["step"])
+        if state.best["step"] != state.step:
+            find_sound(lambda damaged: folder.read(path, damaged), self._setup.world, {})
+            load_weights(path, self._setup.model.model)
+        return f"{path} ({state.best['metric']} {state.best['value']:.6g})"
 
     def _known_best(self, best: dict[str, Any] | None) -> dict[str, Any] | None:
         run, metric = self._setup.run, self._setup.recipe.checkpoint.best_metric

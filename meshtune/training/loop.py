@@ -54,6 +54,9 @@ class Saver(Protocol):
     def roll_back(self) -> TrainState:
         """Fill model and optimizer from the newest complete checkpoint. Raises TrainingError if there is none."""
 
+    def take_best(self, state: TrainState) -> str:
+        """Fill the model from the best checkpoint, and say which it is. Raises TrainingError if there is none."""
+
 
 @dataclass
 class Fit:

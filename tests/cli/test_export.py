@@ -122,6 +122,10 @@ def a_file(to: Path) -> None:
     ("arguments", "says"),
     [
         (["--step", 7], "has no checkpoint of step 7; complete ones: 1, 2, 3"),
+        (["--step", "best"], "run has no best checkpoint, which only a run with checkpoint.best_metric keeps"),
+        (["--step", "best"], "name the step of a complete one: 1, 2, 3"),
+        (["--step", "last"], "--step last: wanted the number of a step, or best"),
+        (["--step=-1"], "--step -1: wanted the number of a step, or best"),
         (["--dtype", "fp32"], "--dtype fp32: wanted one of float32, bfloat16, float16"),
     ],
 )
@@ -175,3 +179,60 @@ def test_a_damaged_checkpoint(meshtune: Command, trained: Path, tmp_path: Path) 
     assert said.code == 2
     assert "step-3 is not a complete checkpoint" in said.err
     assert "step-2" in meshtune("export", trained, "--to", tmp_path / "out").out
+
+
+def test_a_changed_byte(meshtune: Command, trained: Path, tmp_path: Path) -> None:
+    """As a file that is missing: by step it is refused, and named; without one the step before is taken, and that is said."""
+    trained = Path(shutil.copytree(trained, tmp_path / "run"))
+    file = next((trained / "checkpoints" / "step-3").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    said = meshtune("export", trained, "--to", tmp_path / "out", "--step", 3)
+    assert said.code == 2 and f"step-3 is damaged: {file.name} does not hold what was written" in said.err
+    said = meshtune("export", trained, "--to", tmp_path / "out")
+    assert said.code == 0
+    assert f"exported {trained / 'checkpoints' / 'step-2'} to" in said.out
+    assert f"passed over {trained / 'checkpoints' / 'step-3'} is damaged: {file.name}" in said.out
+
+
+BEST = ("training.eval_every_steps=1", "checkpoint.best_metric=validation_loss", "checkpoint.keep=1")
+
+
+@pytest.fixture(scope="module")
+def judged(meshtune: Command, things: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder whose best checkpoint is that of step 1: a step that is far too long makes the model worse, and so on."""
+    folder = tmp_path_factory.mktemp("judged")
+    recipe = write_recipe(folder, things)
+    settings = (f"data.validation_path={things / 'validation.jsonl'}", "training.learning_rate=1.0", *BEST)
+    said = meshtune("train", recipe, *settings, "checkpoint.export=best", "lr_scheduler.name=constant")
+    assert said.code == 0, said.err
+    best = json.loads((folder / "run" / "checkpoints" / "best.json").read_text(encoding="utf-8"))
+    assert best["step"] < 3, "or this fixture shows nothing"
+    return folder / "run"
+
+
+def test_the_best_checkpoint_is_exported_by_that_name(meshtune: Command, judged: Path, tmp_path: Path) -> None:
+    step = json.loads((judged / "checkpoints" / "best.json").read_text(encoding="utf-8"))["step"]
+    for name, arguments in {"best": ("--step", "best"), "number": ("--step", step), "newest": ()}.items():
+        assert meshtune("export", judged, "--to", tmp_path / name, *arguments).code == 0
+    best, number, newest = (load_file(tmp_path / n / "model.safetensors") for n in ("best", "number", "newest"))
+    assert all(torch.equal(best[name], number[name]) for name in best)
+    assert not all(torch.equal(best[name], newest[name]) for name in best)
+
+
+def test_a_run_exports_its_best_weights_where_asked(meshtune: Command, judged: Path, tmp_path: Path) -> None:
+    assert meshtune("export", judged, "--to", tmp_path / "best", "--step", "best").code == 0
+    wanted = load_file(tmp_path / "best" / "model.safetensors")
+    found = load_file(judged / "export" / "model.safetensors")
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_pointer_that_is_damaged(meshtune: Command, judged: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(judged, tmp_path / "run"))
+    (run / "checkpoints" / "best.json").write_text('{"step": ', encoding="utf-8")
+    said = meshtune("export", run, "--to", tmp_path / "out", "--step", "best")
+    assert said.code == 2 and "best.json cannot be read" in said.err and "Traceback" not in said.err
+    (run / "checkpoints" / "best.json").write_text('{"step": 7, "metric": "x", "value": 1}', encoding="utf-8")
+    said = meshtune("export", run, "--to", tmp_path / "out", "--step", "best")
+    assert said.code == 2 and "has no checkpoint of step 7; complete ones:" in said.err

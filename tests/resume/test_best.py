@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from meshtune.config import from_mapping
 from meshtune.errors import RecipeError
@@ -15,7 +17,7 @@ from meshtune.recipes import assembly, saving
 from meshtune.recipes.recipe import Recipe
 from meshtune.training.step import TrainStep
 from tests.resume.conftest import Bench
-from tests.resume.runs import Outcome, train
+from tests.resume.runs import Outcome, tensors, train
 
 
 def recipe_of(bench: Bench, **checkpoint: Any) -> dict[str, Any]:
@@ -121,6 +123,48 @@ def test_another_metric_starts_anew(bench: Bench) -> None:
     more["training"]["max_steps"], more["checkpoint"]["best_metric"] = 13, None
     run(bench, more, {**LOSSES, 12: 9.0, 13: 1.0})
     assert not (Path(recipe["checkpoint"]["dir"]) / "checkpoints" / "best.json").exists()
+
+
+@pytest.mark.parametrize(
+    "distributed",
+    [{"strategy": "fsdp2"}, {"strategy": "ddp"}, {"tp_size": 2}, {"pp_size": 2}],
+    ids=["fsdp2", "ddp", "tp", "pp"],
+)
+@pytest.mark.parametrize("best", [4, 10])
+def test_the_best_weights_are_exported(bench: Bench, distributed: dict[str, Any], best: int) -> None:
+    """From any layout, after a validation too: those of the checkpoint, whose step may be the last one."""
+    recipe = recipe_of(bench, export="best", asynchronous=True)
+    recipe["distributed"] = distributed
+    said = run(bench, recipe, {**LOSSES, best: 1.0}).said
+    folder = Path(recipe["checkpoint"]["dir"])
+    assert f"the best checkpoint, {folder / 'checkpoints' / f'step-{best}'} (validation_loss 1)" in said
+    assert best_of(recipe)["step"] == best
+    stored, found = tensors(folder / "checkpoints" / f"step-{best}"), load_file(folder / "export" / "model.safetensors")
+    assert found and all(torch.equal(tensor, stored[f"model.{name}"]) for name, tensor in found.items())
+
+
+def test_a_finished_run_exports_the_best_weights_again(bench: Bench) -> None:
+    """Run again, it has nothing to train, and writes what it wrote."""
+    recipe = recipe_of(bench, export="best")
+    run(bench, recipe)
+    file = Path(recipe["checkpoint"]["dir"]) / "export" / "model.safetensors"
+    before = file.read_bytes()
+    file.unlink()
+    assert "nothing to do" in run(bench, recipe).said
+    assert file.read_bytes() == before
+
+
+def test_no_best_one_to_export_is_said(bench: Bench) -> None:
+    recipe = recipe_of(bench, export="best")
+    nothing = dict.fromkeys(LOSSES, float("nan"))
+    error = bench.ranks.call(2, train_validated, recipe, bench.cache, nothing)[0].error
+    assert error is not None and "no validation of this run gave a validation_loss to compare" in error
+    assert not (Path(recipe["checkpoint"]["dir"]) / "export").exists() and kept(recipe) == ["step-10"]
+
+
+def test_exporting_the_best_needs_a_metric(bench: Bench) -> None:
+    with pytest.raises(RecipeError, match=r"`best` needs checkpoint\.best_metric"):
+        from_mapping(Recipe, recipe_of(bench, export="best", best_metric=None))
 
 
 @pytest.mark.parametrize(
