@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from meshtune.checkpoint.writable import unwritable
 from meshtune.errors import CheckpointError
 
 LOCK = ".lock"
@@ -40,9 +41,7 @@ class RunLock:
             path.touch()
             self._file = path.open("r+", encoding="utf-8")
         except OSError as error:
-            raise CheckpointError(
-                f"checkpoint.dir: {self._run} cannot be written: {error.strerror or error}"
-            ) from error
+            raise unwritable(self._run, self._run, error.strerror or str(error)) from error
         try:
             self._acquire()
         except BaseException:

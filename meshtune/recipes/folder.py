@@ -9,6 +9,7 @@ from typing import Any
 
 from meshtune.checkpoint import folder as checkpoint_folder
 from meshtune.checkpoint.lock import RunLock
+from meshtune.checkpoint.writable import refuse_unwritable, unwritable
 from meshtune.config import dump, load, recipe_hash
 from meshtune.errors import CheckpointError
 from meshtune.observe import environment
@@ -69,8 +70,7 @@ def take(run: Path) -> RunLock:
 
 
 def _unwritable(run: Path, error: OSError) -> CheckpointError:
-    reason = error.strerror or str(error)
-    return CheckpointError(f"checkpoint.dir: the run folder {run} cannot be written ({reason}); name another")
+    return unwritable(run, run, error.strerror or str(error))
 
 
 def resolved_recipe(run: Path) -> Recipe:
@@ -87,8 +87,9 @@ def find_resume(
     """The checkpoint to continue from, or None to start anew. Changes nothing. `known` are those whose files have been found
     damaged, with the reason.
 
-    Raises CheckpointError if neither would be right.
+    Raises CheckpointError if neither would be right, or the folder could not be written.
     """
+    refuse_unwritable(run)
     wanted = recipe.checkpoint.resume_from
     if wanted not in ("auto", "never"):
         return _named(Path(wanted), known)
