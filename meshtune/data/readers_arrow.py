@@ -1,6 +1,4 @@
-"""Readers of columnar data. Fields that the columns filled with null are left out, at every depth: a column gives every
-struct all fields of all rows.
-"""
+"""Readers of columnar data. Rows are as they were written: see `arrow_values` for what the columns add."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshtune.data.arrow_values import row_cleaner, without_nulls
 from meshtune.data.rows import Row
 from meshtune.errors import DataError
 
@@ -47,14 +46,16 @@ def read_arrow(path: Path, name: str, columns: Sequence[str] | None = None) -> I
 def read_dataset(dataset: Any, name: str, columns: Sequence[str] | None = None) -> Iterator[Row]:
     """Yield the rows of a loaded `datasets.Dataset`, named `name:row N`, from 0; see `read_parquet`."""
     chosen = _chosen(columns, dataset.column_names)
-    for number, value in enumerate(dataset if chosen is None else dataset.select_columns(chosen)):
-        yield Row(f"{name}:row {number}", _without_nulls(value))
+    read = dataset if chosen is None else dataset.select_columns(chosen)
+    yield from _rows(read.with_format("arrow").iter(batch_size=_ROWS_AT_ONCE), name)
 
 
 def read_stream(dataset: Any, name: str) -> Iterator[Row]:
     """Yield the rows of a `datasets.IterableDataset`, named as those of `read_dataset`; its columns need not be known."""
+    features = dataset.features
+    clean = without_nulls if features is None else row_cleaner(features.arrow_schema, decoded=True)
     for number, value in enumerate(dataset):
-        yield Row(f"{name}:row {number}", _without_nulls(value))
+        yield Row(f"{name}:row {number}", clean(value))
 
 
 def _batches(mapped: Any, is_stream: bool, columns: Sequence[str] | None) -> Iterator[Any]:
@@ -75,16 +76,9 @@ def _chosen(columns: Sequence[str] | None, found: Sequence[str]) -> list[str] | 
 
 
 def _rows(batches: Iterator[Any], name: str) -> Iterator[Row]:
-    start = 0
+    start, clean = 0, None
     for batch in batches:
+        clean = clean or row_cleaner(batch.schema)
         for number, value in enumerate(batch.to_pylist(), start=start):
-            yield Row(f"{name}:row {number}", _without_nulls(value))
+            yield Row(f"{name}:row {number}", clean(value))
         start += batch.num_rows
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value

@@ -12,6 +12,8 @@ from typing import Any
 
 from meshtune.data.formats import Conversation, Message, message_text
 
+_CALLS = ("tool_calls", "function_call")
+
 
 def variants(given: Conversation) -> Iterator[Conversation]:
     """Yield the conversation in each shape, all different, the one nearest to the row first."""
@@ -44,10 +46,13 @@ def _of_calls(standard: Conversation) -> Iterator[Conversation]:
 def _standard(messages: list[Message]) -> Iterator[Message]:
     """Yield messages whose calls are `{"type": "function", "function": {"name", "arguments"}}`, arguments an object.
 
-    The older `function_call`, answered by the role `function`, becomes a call and its result.
+    The older `function_call`, answered by the role `function`, becomes a call and its result. A list of no calls, which some
+    write on every message, is none: templates ask whether there is one.
     """
     older = any(message.get("function_call") for message in messages)
     for message in messages:
+        if any(key in message and not message[key] for key in _CALLS):
+            message = {k: v for k, v in message.items() if v or k not in _CALLS}
         if older and message.get("function_call"):
             message = {k: v for k, v in message.items() if k != "function_call"} | {
                 "tool_calls": [{"function": message["function_call"]}]
