@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -116,11 +114,3 @@ def test_state_carries_a_started_interval_over_a_restart() -> None:
         one.record("loss", torch.tensor(0.3))
         one.record("tokens", 5, reduce="sum")
     assert resumed.flush() == recorder.flush()
-
-
-def test_importing_the_package_is_quick_and_brings_no_torch() -> None:
-    """The command line stays quick: importing observe loads neither torch nor matplotlib nor rich."""
-    heavy = ("torch", "matplotlib", "rich")
-    code = f"import sys, meshtune.observe; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True)
-    assert done.stdout.strip() == "[]"
