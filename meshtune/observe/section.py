@@ -19,7 +19,7 @@ class LoggingSection(Section):
     every_steps: int = Field(
         default=1,
         ge=1,
-        description="Write and show the metrics each time this many optimizer steps are done.",
+        description="Write and show the metrics each time this many optimizer steps are done, and at the last step.",
     )
     tensorboard: bool = Field(
         default=False, description="Also write TensorBoard event files, to `tensorboard/` in the run folder."

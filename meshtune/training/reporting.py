@@ -59,7 +59,7 @@ class Reporter(Hook):
             self._skipped(state, result, epoch)
         else:
             self._record(result)
-        if state.step % self.section.every_steps == 0:
+        if state.step % self.section.every_steps == 0 or state.step == self._total_steps:
             self._log(state, learning_rate, epoch)
 
     def on_rollback(self, state: TrainState, result: StepResult, bad_step: int) -> None:
