@@ -38,7 +38,7 @@ Tokens = Finite | Stream | StreamBlend
 class Opening:
     """What decides tokens beside the section itself: the tokenizer, the longest document in tokens, and the number of ids that
     the model has an embedding for. `cache_dir` as in `prepare`; `streaming` says how the ranks of a node share a stream; `seed`
-    chooses the rows that are held out.
+    chooses the rows that are held out; `verify_cache` as in `prepare`.
     """
 
     section: DataSection
@@ -48,6 +48,7 @@ class Opening:
     cache_dir: str | os.PathLike[str] | None = None
     streaming: Streaming | None = None
     seed: int = 42
+    verify_cache: bool = True
 
     def training(self) -> Tokens:
         """Return the training data. Raises DataError naming what cannot be used."""
@@ -149,8 +150,15 @@ class Opening:
     def _open(self, paths: Sequence[str], split: str) -> TokenDataset | TokenCorpus:
         token_paths = [path for path in paths if is_token_path(path)]
         if not token_paths:
-            section, cache = self.section, self.cache_dir
-            return prepare(section, list(paths), self.tokenizer, self.max_seq_length, split=split, cache_dir=cache)
+            return prepare(
+                self.section,
+                list(paths),
+                self.tokenizer,
+                self.max_seq_length,
+                split=split,
+                cache_dir=self.cache_dir,
+                verify_cache=self.verify_cache,
+            )
         if len(token_paths) < len(paths):
             rows = next(path for path in paths if path not in token_paths)
             raise DataError(

@@ -5,6 +5,7 @@ disk.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,7 @@ def prepare(
     *,
     split: str = "train",
     cache_dir: str | os.PathLike[str] | None = None,
+    verify_cache: bool = True,
 ) -> TokenDataset:
     """Return the tokenised documents of `paths`, from the cache if nothing that decides them has changed.
 
@@ -51,6 +53,7 @@ def prepare(
         max_seq_length: the longest document, in tokens, resolved (never None).
         split: the split to read of hub ids.
         cache_dir: where to keep the arrays (default: `$MESHTUNE_CACHE/data`, else `~/.cache/meshtune/data`).
+        verify_cache: read what is kept as a whole, to see that it is what was written; else compare sizes alone.
 
     Raises DataError for what `open_sources`, `detect_format` and the encoder refuse, for an overlong row under
     `overlong: error`, when no row can be used, when more cannot than `max_unusable` allows, and when no row has a column
@@ -58,7 +61,7 @@ def prepare(
     """
     sources = open_sources(paths, split, section.hub_config, Reading.of(section))
     folder = store.cache_folder(cache_dir) / cache_key(section, sources, tokenizer, max_seq_length)
-    cached = store.load(folder)
+    cached = store.load(folder, whole=verify_cache, say=_tell_of_damage)
     if cached is not None:
         check_share(section, cached.report)
         return cached
@@ -160,6 +163,10 @@ def _encoded(encoder: BlockEncoder, sources: Sequence[Source], workers: int | No
             yield from encode_in_order(encoder, chain([block], blocks), count)
             return
         yield encoder.encode(block)
+
+
+def _tell_of_damage(what: str) -> None:
+    print(f"data        the cache is damaged and made anew: {what}", file=sys.stderr, flush=True)
 
 
 def _left_aside(sources: Sequence[Source]) -> list[str]:

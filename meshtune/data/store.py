@@ -10,9 +10,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -34,16 +35,34 @@ def cache_folder(chosen: str | os.PathLike[str] | None) -> Path:
     return (Path(root) if root else Path.home() / ".cache" / "meshtune") / "data"
 
 
-def load(folder: Path) -> TokenDataset | None:
-    """Return the data set of a cache folder, or None if it is absent, incomplete or not what was written."""
+def load(folder: Path, *, whole: bool = True, say: Callable[[str], None] | None = None) -> TokenDataset | None:
+    """Return the data set of a cache folder, or None if it is absent, incomplete or not what was written.
+
+    `whole`: read every byte and compare it with what was written. Otherwise only the sizes are compared, for a rank whose
+    neighbour has just read it all. `say` is told which file of a complete folder is not what was written.
+    """
     try:
         manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
         report = DataReport.from_dict(manifest["report"])
-        if manifest["fingerprint"] != _fingerprint(folder):
-            return None
+        for name in _ARRAYS:
+            if wrong := _damage(folder / name, manifest["files"][name], whole):
+                if say is not None:
+                    say(f"{folder / name}: {wrong}")
+                return None
         return TokenDataset(folder, manifest["fingerprint"], report)
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
+
+
+def _damage(file: Path, written: dict[str, Any], whole: bool) -> str:
+    """Return what is wrong with a file; "" if nothing is."""
+    if not file.exists():
+        return "is missing"
+    if (size := file.stat().st_size) != written["bytes"]:
+        return f"has {size:,} bytes, of which {written['bytes']:,} were written"
+    if whole and _digest(file) != written["blake2b"]:
+        return "holds other bytes than were written"
+    return ""
 
 
 class Writer:
@@ -90,31 +109,46 @@ class Writer:
         self._input_ids.close()
         self._supervised.close()
         np.concatenate(([0], np.cumsum(self.lengths))).astype(np.int64).tofile(self._temporary / _ARRAYS[2])
-        manifest = {"fingerprint": _fingerprint(self._temporary), "report": report.as_dict()}
+        together = hashlib.blake2b(digest_size=16)
+        files = {
+            name: {
+                "bytes": (self._temporary / name).stat().st_size,
+                "blake2b": _digest(self._temporary / name, together),
+            }
+            for name in _ARRAYS
+        }
+        manifest = {"fingerprint": together.hexdigest(), "files": files, "report": report.as_dict()}
         (self._temporary / _MANIFEST).write_text(json.dumps(manifest, ensure_ascii=False), encoding="utf-8")
         for _ in range(3):  # another process may put its folder there between the look and the move
             dataset = load(self.folder)
             if dataset is not None:
                 return dataset
-            _move(self._temporary, self.folder)
+            if _moved(self._temporary, self.folder):
+                return TokenDataset(self.folder, together.hexdigest(), report)
         raise DataError(f"the data cache {self.folder} cannot be written; remove it, or set MESHTUNE_CACHE")
 
 
-def _move(source: Path, target: Path) -> None:
+def _moved(source: Path, target: Path) -> bool:
+    """Move a folder, and tell whether that was possible."""
     try:
         os.replace(source, target)
+        return True
     except OSError:  # the target holds something: put it aside (load has found it unusable) and try again
         aside = Path(tempfile.mkdtemp(prefix=".broken-", dir=target.parent))
         with contextlib.suppress(OSError):  # another process may have put it aside first
             os.replace(target, aside / target.name)
         shutil.rmtree(aside, ignore_errors=True)
+        return False
 
 
-def _fingerprint(folder: Path) -> str:
+def _digest(file: Path, together: Any = None) -> str:
+    """Return the hash of a file; `together` is the one of all files, to which it is added with its name."""
     digest = hashlib.blake2b(digest_size=16)
-    for name in _ARRAYS:
-        with (folder / name).open("rb") as file:
-            while block := file.read(_BLOCK):
-                digest.update(block)
-        digest.update(name.encode())
+    with file.open("rb") as content:
+        while block := content.read(_BLOCK):
+            digest.update(block)
+            if together is not None:
+                together.update(block)
+    if together is not None:
+        together.update(file.name.encode())
     return digest.hexdigest()

@@ -124,7 +124,7 @@ class Follower:
                 raise DataError(json.loads(failed.read_text(encoding="utf-8"))["error"])
             time.sleep(_POLL_S)
         said = json.loads(ready.read_text(encoding="utf-8"))
-        documents = None if said["empty"] else store.load(self._folder / _name(place))
+        documents = None if said["empty"] else store.load(self._folder / _name(place), whole=False)
         if documents is None and not said["empty"]:
             raise DataError(f"{self._folder / _name(place)}: a block of the stream was removed while it was needed")
         return Found(documents, said["end"])

@@ -158,7 +158,14 @@ class Setup:
         cache = cache_folder() / "data"
         streaming = Streaming(_meeting_place(self.run), self.world.local_rank == 0, self.world.is_first)
         found = Opening(
-            plan.recipe.rows, plan.tokenizer, plan.max_seq_length, plan.vocabulary, cache, streaming, plan.recipe.seed
+            plan.recipe.rows,
+            plan.tokenizer,
+            plan.max_seq_length,
+            plan.vocabulary,
+            cache,
+            streaming,
+            plan.recipe.seed,
+            verify_cache=self.world.local_rank == 0,  # which comes first; the others of the node find what it has seen
         )
         training = found.training()
         if isinstance(training, Stream | StreamBlend):

@@ -12,6 +12,7 @@ import pytest
 from meshtune.config import from_mapping
 from meshtune.data import prepare as prepare_module
 from meshtune.data.dataset import TokenDataset
+from meshtune.data.opening import Opening
 from meshtune.data.prepare import prepare, prepare_training, prepare_validation, preview
 from meshtune.data.section import DataSection
 from meshtune.errors import DataError, RecipeError
@@ -188,11 +189,19 @@ def test_the_cache_is_used_and_notices_every_change(
     assert again().fingerprint != first.fingerprint and len(made) == len(changes) + 2
 
 
-def test_a_damaged_cache_is_made_again(tmp_path: Path, write: Any) -> None:
+def test_a_damaged_cache_is_named_and_made_again(
+    tmp_path: Path, write: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write("a.jsonl", chat("hi", "ok"), chat("ok", "hi"))
     good = ready(tmp_path, path)
     want = good[1][0].tolist()
-    for damage in ("flip", "cut", "no manifest", "no array"):
+    said = {
+        "flip": "input_ids.bin: holds other bytes than were written",
+        "cut": "input_ids.bin: has 52 bytes, of which 56 were written",
+        "no array": "offsets.bin: is missing",
+        "no manifest": "",
+    }
+    for damage, told in said.items():
         ids = good.folder / "input_ids.bin"
         if damage == "flip":
             ids.write_bytes(b"\x09" + ids.read_bytes()[1:])
@@ -202,7 +211,30 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, write: Any) -> None:
             (good.folder / ("manifest.json" if damage == "no manifest" else "offsets.bin")).unlink()
         again = ready(tmp_path, path)
         assert again[1][0].tolist() == want and again[0][0].tolist() == [0, 1, 7, 4, 2, 8, 4]
+        heard = capsys.readouterr().err
+        assert f"made anew: {good.folder / told}" in heard if told else "made anew" not in heard
     assert [item.name for item in (tmp_path / "cache").iterdir()] == [good.folder.name]
+
+
+def test_only_one_rank_of_a_node_reads_the_cache_as_a_whole(
+    tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others compare sizes; and what has just been written is not read once more."""
+    read: list[str] = []
+    digest = prepare_module.store._digest
+    monkeypatch.setattr(prepare_module.store, "_digest", lambda file, *of: read.append(file.name) or digest(file, *of))
+    section = from_mapping(DataSection, {"train_path": write("a.jsonl", chat("hi", "ok"))})
+
+    def opened(verify_cache: bool) -> Any:
+        return Opening(section, kit.words(), 16, 60, tmp_path / "cache", verify_cache=verify_cache).training()
+
+    first = opened(True)
+    assert len(read) == 3
+    assert opened(False).fingerprint == first.fingerprint and len(read) == 3
+    assert opened(True).fingerprint == first.fingerprint and len(read) == 6
+    ids = first.folder / "input_ids.bin"
+    ids.write_bytes(ids.read_bytes()[:-4])
+    assert opened(False)[0][0].tolist() == [0, 1, 7, 4, 2, 8, 4], "a file that is cut off is seen by its size"
 
 
 def test_another_process_may_publish_the_same_data_first(
@@ -211,9 +243,9 @@ def test_another_process_may_publish_the_same_data_first(
     path = write("a.jsonl", chat("hi", "ok"))
     load, calls = prepare_module.store.load, []
 
-    def absent_at_first(folder: Path) -> Any:
+    def absent_at_first(folder: Path, **how: Any) -> Any:
         calls.append(folder)
-        return None if len(calls) == 1 else load(folder)
+        return None if len(calls) == 1 else load(folder, **how)
 
     first = ready(tmp_path, path)
     monkeypatch.setattr(prepare_module.store, "load", absent_at_first)
