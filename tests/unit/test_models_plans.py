@@ -14,6 +14,7 @@ from meshtune.errors import LayoutError
 from meshtune.layout import AXES, Group, Layout, Plan
 from meshtune.layout.simulated import simulate
 from meshtune.models import hf
+from meshtune.models.plans.derive import Findings
 from meshtune.models.section import ModelSection
 from meshtune.models.source import Source, causal_lm
 from meshtune.parallel.tensor import parallelize
@@ -27,12 +28,28 @@ def layout_of(size: int, sequence_parallel: bool = False) -> Layout:
     return Layout({axis: size if axis == "tp" else 1 for axis in AXES}, sequence_parallel=sequence_parallel)
 
 
+_found: dict[tuple[Any, ...], Findings] = {}
+
+
+def found_once(source: Source, layout: Layout) -> Findings:
+    """`findings`, which takes longer than what is asked of it here: once for a model and a layout. Change nothing in it."""
+    key = (
+        source.model_class,
+        source.config.to_json_string(use_diff=False),
+        layout.size("tp"),
+        layout.sequence_parallel,
+    )
+    if key not in _found:
+        _found[key] = findings(source, layout, None)
+    return _found[key]
+
+
 def planned(
     source: Source, size: int = 2, asked: dict[str, str] | None = None
 ) -> tuple[PreTrainedModel, Plan, list[str]]:
     """The model on meta, its plan, and what is said of it."""
     layout = layout_of(size)
-    found = findings(source, layout, asked)
+    found = findings(source, layout, asked) if asked else found_once(source, layout)
     model = hf.build(source, "eager")
     return model, declare(model, found, layout), found.notes()
 
@@ -296,7 +313,7 @@ def test_evaluation_is_that_of_the_whole_model(name: str, rows: int, sequence_pa
     source = tiny_source(name)
     layout = layout_of(2, sequence_parallel)
     model = hf.build(source, "eager")
-    plan = declare(model, findings(source, layout, None), layout)
+    plan = declare(model, found_once(source, layout), layout)
     whole = tiny_model(name).eval()
     owns = [copy.deepcopy(whole) for _ in range(2)]
     ids = torch.randint(4, 90, (rows, 10), generator=torch.Generator().manual_seed(0))

@@ -22,7 +22,7 @@ from meshtune.recipes.block_proof import BlockProof, Calls
 from meshtune.recipes.model_proof import disagreement
 from meshtune.recipes.plans import declare, findings
 from tests.unit.models_tiny import tiny_source
-from tests.unit.test_models_plans import HEADS, SIZES, generic, layout_of, other
+from tests.unit.test_models_plans import HEADS, SIZES, found_once, generic, layout_of, other
 
 Break = Callable[[Plan], Plan]
 
@@ -144,7 +144,7 @@ def region_plans(source: Source) -> tuple[PreTrainedModel, str, BlockProof, dict
     row = row_of_tokens(twin, 12)[None]
     twin(input_ids=row, use_cache=False)
     proof = BlockProof(twin, calls.stop(), 2)
-    found = findings(source, layout_of(2))
+    found = found_once(source, layout_of(2))
     block = twin.get_submodule(unit)
     regions = found.regions[derive.signature_of(block)]
     plans = {region.path: geometry.realise(region, block, twin.config, choice, 2) for region, choice in regions}
@@ -166,7 +166,7 @@ def test_a_vocabulary_whose_head_stays_whole_is_found_out() -> None:
     """Blocks do not show it: the model is trained whole and cut."""
     source = tiny_source("llama")
     layout = layout_of(2)
-    found = findings(source, layout)
+    found = found_once(source, layout)
     twin = build_twin(source, source.config, "eager", torch.device("cpu"))
     assert disagreement(twin, lambda model: declare(model, found, layout), layout) is None
 
@@ -182,7 +182,7 @@ def test_a_shared_parameter_forgotten_in_the_model_is_found_out(sequence_paralle
     """C51: under sequence parallelism all of a block is shared, and that follows from no rule that could be forgotten."""
     source = tiny_source("qwen3")
     layout = layout_of(2, sequence_parallel)
-    found = findings(source, layout)
+    found = found_once(source, layout)
     twin = build_twin(source, source.config, "eager", torch.device("cpu"))
 
     def broken(model: PreTrainedModel) -> Plan:
