@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from meshtune.errors import ModelError
+from meshtune.models.proofs import choose_attention
 from tests.parity.conftest import Bench
 from tests.parity.runs import check_course
+from tests.unit.models_tiny import tiny_source
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -20,3 +24,11 @@ def test_an_attention_implementation_trains_as_a_plain_loop(
     recipe = bench.recipe(bench.model(architecture), packed, training={"per_device_batch_size": 4})
     recipe["model"]["attention"] = attention
     check_course(bench.run(1, recipe)[0], bench.plain(architecture, packed))
+
+
+def test_flex_attention_has_no_backward_on_the_cpu_and_says_so() -> None:
+    """Compiled for this alone, which takes seconds."""
+    with pytest.raises(ModelError, match="FlexAttention does not support backward on CPU"):
+        choose_attention(
+            tiny_source("llama", "flex_attention", num_hidden_layers=1), True, torch.device("cpu"), torch.float32
+        )

@@ -80,12 +80,6 @@ def test_what_is_asked_for_runs_or_is_refused_with_its_reason() -> None:
     )
 
 
-def test_flex_attention_has_no_backward_on_the_cpu_and_says_so() -> None:
-    assert "FlexAttention does not support backward on CPU" in _refusal(
-        "llama", True, "flex_attention", num_hidden_layers=1
-    )
-
-
 @pytest.mark.parametrize("name", ["bloom", "mamba"])
 def test_alibi_and_recurrence_pack_nowhere_and_pad_exactly(name: str) -> None:
     refusal = _refusal(name, True)
