@@ -63,7 +63,8 @@ def compare(asked: argparse.Namespace) -> None:
         efforts.append(alone["cpu_seconds"] / prepared["cpu_seconds"])
         for name, found in (("tokenizer alone", alone), ("prepare", prepared)):
             pace = f"{rendered['rows'] / found['seconds']:10,.0f} rows/s {found['tokens'] / found['seconds']:14,.0f} tokens/s"
-            print(f"round {number + 1}  {name:16} {found['seconds']:8.2f} s {pace}")
+            times = f"{found['seconds']:8.2f} s {found['cpu_seconds']:8.2f} CPU s"
+            print(f"round {number + 1}  {name:16} {times} {pace}")
         print(f"round {number + 1}  ratio {ratios[-1]:.3f}, of CPU seconds {efforts[-1]:.3f}", flush=True)
     for name, found in (("rates", ratios), ("CPU seconds", efforts)):
         print(f"ratio of {name} {statistics.median(found):.3f} (median; {min(found):.3f} to {max(found):.3f})")

@@ -2,11 +2,13 @@
 
 `apply_chat_template` copies and normalises messages before each rendering, which changes nothing of roles and strings and costs a
 quarter of the time. So the compiled template, as transformers compiles and sandboxes it, is called directly; its first texts are
-compared with those of `apply_chat_template`, and at the first difference it is given up.
+compared with those of `apply_chat_template`, and at the first difference it is given up. The sandbox stays, but is not
+asked about what it allows in any case, which costs another quarter of what is left.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from meshtune.data.formats import Message
@@ -63,6 +65,39 @@ def _compiled(template: Any) -> Any:
     try:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        return _compile_jinja_template(template)
+        environment = _compile_jinja_template(template).environment.overlay()
+        sandbox: Any = type(environment)
+        environment.__class__ = _with_quick_lookups(sandbox)
+        return environment.from_string(template)
     except Exception:
         return None
+
+
+@lru_cache
+def _with_quick_lookups(sandbox: Any) -> Any:
+    """A kind of jinja environment whose lookups of items, and of what no sandbox forbids, skip its checks: keys of plain
+    dicts, methods of strings that return new ones (not `format`, which can reach into its arguments), a loop's counters.
+    """
+    from jinja2.runtime import LoopContext
+    from jinja2.utils import Namespace
+
+    of_dicts = frozenset(dir(dict))
+    of_strings = frozenset(name for name in dir(str) if name[0] != "_" and not name.startswith("format"))
+
+    class Quick(sandbox):
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            kind = type(obj)
+            if kind is dict:
+                if attribute in obj and attribute not in of_dicts:
+                    return obj[attribute]
+            elif kind is str:
+                if attribute in of_strings:
+                    return getattr(obj, attribute)
+            elif (kind is LoopContext or kind is Namespace) and attribute[0] != "_":
+                try:
+                    return getattr(obj, attribute)
+                except AttributeError:
+                    pass
+            return super().getattr(obj, attribute)
+
+    return Quick
