@@ -104,14 +104,14 @@ def alone(asked: argparse.Namespace) -> dict[str, Any]:
 def prepare(asked: argparse.Namespace) -> dict[str, Any]:
     """Prepare the rows as a run does, into a cache that holds nothing."""
     from meshtune.config import from_mapping
-    from meshtune.data.prepare import prepare_training
+    from meshtune.data.opening import Opening
     from meshtune.data.section import DataSection
 
     settings = {"train_path": str(rows_path(asked)), "num_workers": asked.workers}
     section, tokenizer = from_mapping(DataSection, settings), load(asked.tokenizer)
     with tempfile.TemporaryDirectory(dir=asked.folder) as cache:
         with Stopwatch() as took:
-            data = prepare_training(section, tokenizer, 1 << 20, cache_dir=cache)
+            data = Opening(section, tokenizer, 1 << 20, cache_dir=cache).training()
         return {**took.as_dict(), "tokens": data.report.tokens}
 
 

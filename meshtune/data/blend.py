@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from meshtune.data.collate import Document
 from meshtune.data.held_out import Rows
-from meshtune.data.packing import DEFAULT_PACKING, PackingOptions
 from meshtune.data.prepared_rows import PreparedRows
 from meshtune.data.report import DataReport
-from meshtune.data.units import Unit, Units
+from meshtune.data.units import Corpus, Unit, UnitOptions, Units
 from meshtune.errors import DataError
 
 _SEEDS_APART = 2**32
@@ -31,7 +30,7 @@ class Reported(Protocol):
     def fingerprint(self) -> str: ...
 
 
-class Part(Reported, Protocol):
+class Part(Reported, Corpus, Protocol):
     """Data of one source."""
 
     @property
@@ -41,16 +40,6 @@ class Part(Reported, Protocol):
     def supervised_share(self) -> float: ...
 
     def __len__(self) -> int: ...
-
-    def units(
-        self,
-        *,
-        shuffle: bool,
-        seed: int,
-        packing: bool,
-        max_seq_length: int | None,
-        options: PackingOptions = DEFAULT_PACKING,
-    ) -> Units: ...
 
 
 @dataclass
@@ -104,24 +93,10 @@ class Blend:
         """Targets per token, 0 to 1, likewise."""
         return sum(share * part.supervised_share for share, part in zip(self._shares, self._parts, strict=True))
 
-    def units(
-        self,
-        *,
-        shuffle: bool,
-        seed: int,
-        packing: bool,
-        max_seq_length: int | None,
-        options: PackingOptions = DEFAULT_PACKING,
-    ) -> BlendedUnits:
+    def units(self, options: UnitOptions) -> BlendedUnits:
         """Return the units of all sources in the order of each epoch, each source shuffled by a seed of its own."""
         found = [
-            part.units(
-                shuffle=shuffle,
-                seed=seed + number * _SEEDS_APART,
-                packing=packing,
-                max_seq_length=max_seq_length,
-                options=options,
-            )
+            part.units(options.with_seed(options.seed + number * _SEEDS_APART))
             for number, part in enumerate(self._parts)
         ]
         names = [", ".join(part.report.sources[:3]) for part in self._parts]

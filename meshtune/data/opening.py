@@ -37,14 +37,14 @@ Tokens = Finite | Stream | StreamBlend
 @dataclass(frozen=True)
 class Opening:
     """What decides tokens beside the section itself: the tokenizer, the longest document in tokens, and the number of ids that
-    the model has an embedding for. `cache_dir` as in `prepare`; `streaming` says how the ranks of a node share a stream; `seed`
-    chooses the rows that are held out; `verify_cache` as in `prepare`.
+    the model has an embedding for (None: the tokenizer's). `cache_dir` and `verify_cache` as in `prepare`; `streaming` says how
+    the ranks of a node share a stream; `seed` chooses the rows that are held out.
     """
 
     section: DataSection
     tokenizer: Any
     max_seq_length: int
-    vocabulary: int
+    vocabulary: int | None = None
     cache_dir: str | os.PathLike[str] | None = None
     streaming: Streaming | None = None
     seed: int = 42
@@ -170,7 +170,7 @@ class Opening:
         """Return the data set of token files. Raises DataError naming what cannot be used."""
         return open_corpus(
             paths,
-            vocabulary=self.vocabulary,
+            vocabulary=len(self.tokenizer) if self.vocabulary is None else self.vocabulary,
             max_seq_length=self.max_seq_length,
             separator=self._separator(),
             token_dtype=self.section.token_dtype,

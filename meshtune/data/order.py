@@ -6,26 +6,10 @@ from typing import NotRequired, Protocol, TypedDict
 
 from meshtune.data.collate import Document
 from meshtune.data.packing import DEFAULT_PACKING, PackingOptions
-from meshtune.data.units import Unit, Units, permutation
+from meshtune.data.units import Corpus, Unit, UnitOptions, permutation
 from meshtune.errors import DataError
 
-__all__ = ["Corpus", "Cursor", "GlobalOrder", "Order", "Unit", "permutation"]
-
-
-class Corpus(Protocol):
-    """Data that is tokens: it says what its units are."""
-
-    def units(
-        self,
-        *,
-        shuffle: bool,
-        seed: int,
-        packing: bool,
-        max_seq_length: int | None,
-        options: PackingOptions = DEFAULT_PACKING,
-    ) -> Units:
-        """Return the units in the order of each epoch. Raises DataError where the settings cannot be had."""
-        ...
+__all__ = ["Cursor", "GlobalOrder", "Order", "Unit", "permutation"]
 
 
 class Cursor(TypedDict):
@@ -91,9 +75,7 @@ class GlobalOrder:
         capacity.
         """
         self.global_batch_size, self.packing = global_batch_size, packing
-        self._units = dataset.units(
-            shuffle=shuffle, seed=seed, packing=packing, max_seq_length=max_seq_length, options=options
-        )
+        self._units = dataset.units(UnitOptions(shuffle, seed, packing, max_seq_length, options))
         self.units = len(self._units)
         if drop_last and self.units < global_batch_size:
             raise DataError(

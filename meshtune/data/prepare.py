@@ -21,7 +21,6 @@ from meshtune.data.encode_block import BlockEncoder, EncodedBlock
 from meshtune.data.reading import Reading
 from meshtune.data.recognise import detect_format
 from meshtune.data.report import DataReport
-from meshtune.data.section import as_list
 from meshtune.data.sources import FileSource, Source, open_sources
 from meshtune.data.workers import default_workers, encode_in_order
 from meshtune.errors import DataError
@@ -79,28 +78,6 @@ def prepare(
         check_share(section, report)
         _check_columns(sources, met)
         return writer.publish(report)
-
-
-def prepare_training(
-    section: DataSection, tokenizer: Any, max_seq_length: int, cache_dir: str | os.PathLike[str] | None = None
-) -> TokenDataset:
-    """Return the prepared training data of a section; see `prepare`."""
-    split = section.train_split or "train"
-    with naming("data.train_path"):
-        return prepare(
-            section, as_list(section.train_path), tokenizer, max_seq_length, split=split, cache_dir=cache_dir
-        )
-
-
-def prepare_validation(
-    section: DataSection, tokenizer: Any, max_seq_length: int, cache_dir: str | os.PathLike[str] | None = None
-) -> dict[str, TokenDataset]:
-    """Return the prepared validation sets of a section by name, one alone under ""; see `prepare`."""
-    split, prepared = section.validation_split or "validation", {}
-    for name, paths in section.validation_sets.items():
-        with naming(validation_setting(name)):
-            prepared[name] = prepare(section, paths, tokenizer, max_seq_length, split=split, cache_dir=cache_dir)
-    return prepared
 
 
 def validation_setting(name: str) -> str:

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshtune.data.collate import Document
-from meshtune.data.packing import DEFAULT_PACKING, PackingOptions
-from meshtune.data.units import RowUnits
+from meshtune.data.units import RowUnits, UnitOptions
 
 
 class PreparedRows(ABC):
@@ -34,16 +33,6 @@ class PreparedRows(ABC):
         """Targets per token, 0 to 1."""
         return int(self.supervised_counts.sum()) / max(int(self.lengths.sum()), 1)
 
-    def units(
-        self,
-        *,
-        shuffle: bool,
-        seed: int,
-        packing: bool,
-        max_seq_length: int | None,
-        options: PackingOptions = DEFAULT_PACKING,
-    ) -> RowUnits:
+    def units(self, options: UnitOptions) -> RowUnits:
         """Return the rows, or packs of them, in the order of each epoch."""
-        return RowUnits(
-            self, shuffle=shuffle, seed=seed, packing=packing, max_seq_length=max_seq_length, options=options
-        )
+        return RowUnits(self, options)

@@ -11,7 +11,7 @@ from meshtune.data.collate import Document
 from meshtune.data.order import Cursor
 from meshtune.data.stream import Stream
 from meshtune.data.stream_walk import StreamWalk, checked_place
-from meshtune.data.units import Unit
+from meshtune.data.units import Unit, UnitOptions
 from meshtune.errors import DataError
 
 _SEEDS_APART = 2**56  # a stream sets the seeds of its blocks apart by 2**32
@@ -53,28 +53,11 @@ class StreamBlendOrder:
     The cursor holds the place in each stream (`sources`) and how many units each has given (`taken`).
     """
 
-    def __init__(
-        self,
-        blend: StreamBlend,
-        global_batch_size: int,
-        *,
-        shuffle: bool,
-        seed: int,
-        packing: bool,
-        max_seq_length: int,
-        max_documents: int | None,
-    ) -> None:
-        self.packing, self._size, self._shares = packing, global_batch_size, blend.shares
+    def __init__(self, blend: StreamBlend, global_batch_size: int, options: UnitOptions) -> None:
+        self.packing, self._size, self._shares = options.packing, global_batch_size, blend.shares
         self._names = [stream.report.named for stream in blend.streams]
         self._walks = [
-            StreamWalk(
-                stream,
-                shuffle=shuffle,
-                seed=seed + number * _SEEDS_APART,
-                packing=packing,
-                max_seq_length=max_seq_length,
-                max_documents=max_documents,
-            )
+            StreamWalk(stream, options.with_seed(options.seed + number * _SEEDS_APART))
             for number, stream in enumerate(blend.streams)
         ]
 

@@ -6,7 +6,7 @@ from meshtune.data.collate import Document
 from meshtune.data.order import Cursor
 from meshtune.data.stream import Stream
 from meshtune.data.stream_walk import StreamWalk, checked_place
-from meshtune.data.units import Unit
+from meshtune.data.units import Unit, UnitOptions
 from meshtune.errors import DataError
 
 
@@ -16,26 +16,10 @@ class StreamOrder:
     """
 
     def __init__(
-        self,
-        stream: Stream,
-        global_batch_size: int,
-        *,
-        shuffle: bool,
-        seed: int,
-        packing: bool,
-        max_seq_length: int,
-        drop_last: bool,
-        max_documents: int | None,
+        self, stream: Stream, global_batch_size: int, options: UnitOptions, *, drop_last: bool = False
     ) -> None:
-        self.packing, self._size, self._drop_last = packing, global_batch_size, drop_last
-        self._walk = StreamWalk(
-            stream,
-            shuffle=shuffle,
-            seed=seed,
-            packing=packing,
-            max_seq_length=max_seq_length,
-            max_documents=max_documents,
-        )
+        self.packing, self._size, self._drop_last = options.packing, global_batch_size, drop_last
+        self._walk = StreamWalk(stream, options)
 
     def take(self, cursor: Cursor) -> tuple[list[Unit], Cursor]:
         """Return the global batch at a cursor, and the cursor after it. Raises DataError where an epoch holds no batch."""

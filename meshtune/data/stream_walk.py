@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from meshtune.data.collate import Document
 from meshtune.data.order import Cursor
 from meshtune.data.packing import PackingOptions
 from meshtune.data.stream_encoding import Place
-from meshtune.data.units import RowUnits, Unit
+from meshtune.data.units import RowUnits, Unit, UnitOptions
 from meshtune.errors import DataError
 
 if TYPE_CHECKING:
@@ -24,18 +25,10 @@ class StreamWalk:
     [epoch, block, *documents of the block].
     """
 
-    def __init__(
-        self,
-        stream: Stream,
-        *,
-        shuffle: bool,
-        seed: int,
-        packing: bool,
-        max_seq_length: int,
-        max_documents: int | None,
-    ) -> None:
-        self._stream, self._shuffle, self._seed = stream, shuffle, seed
-        self._packing, self._longest, self._options = packing, max_seq_length, PackingOptions("all", max_documents)
+    def __init__(self, stream: Stream, options: UnitOptions) -> None:
+        """`options.packing_options` bounds the documents of a pack; the window is always a whole block."""
+        whole_block = PackingOptions("all", options.packing_options.max_documents)
+        self._stream, self._options = stream, replace(options, packing_options=whole_block)
         self._open: dict[Place, RowUnits | None] = {}
         self._recent: deque[Place] = deque(maxlen=_BATCHES_KEPT)
 
@@ -87,13 +80,8 @@ class StreamWalk:
                 return None, True
             self._open[place] = None
             if found.documents is not None:
-                self._open[place] = found.documents.units(
-                    shuffle=self._shuffle,
-                    seed=self._seed + (place[1] + 1) * _SEEDS_APART,
-                    packing=self._packing,
-                    max_seq_length=self._longest,
-                    options=self._options,
-                )
+                seed = self._options.seed + (place[1] + 1) * _SEEDS_APART
+                self._open[place] = found.documents.units(self._options.with_seed(seed))
         return self._open[place], False
 
 

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshtune.data import borders, megatron_index, token_files
-from meshtune.data.packing import DEFAULT_PACKING, PackingOptions
 from meshtune.data.report import DataReport
 from meshtune.data.token_files import TokenFile
 from meshtune.data.token_paths import expand, index_path
+from meshtune.data.units import UnitOptions
 from meshtune.data.windows import WindowUnits
 from meshtune.errors import DataError
 
@@ -83,18 +83,9 @@ class TokenCorpus:
         self._check(self._files[number], ids, first)
         return ids
 
-    def units(
-        self,
-        *,
-        shuffle: bool,
-        seed: int,
-        packing: bool,
-        max_seq_length: int | None,
-        options: PackingOptions = DEFAULT_PACKING,
-    ) -> WindowUnits:
-        """Return the sequences of an epoch; see WindowUnits. They are cut, not packed: no option applies."""
-        length = max_seq_length or self._longest
-        return WindowUnits(self, shuffle=shuffle, seed=seed, packing=packing, max_seq_length=length)
+    def units(self, options: UnitOptions) -> WindowUnits:
+        """Return the sequences of an epoch; see WindowUnits. They are cut, not packed: no option of packing applies."""
+        return WindowUnits(self, options, options.max_seq_length or self._longest)
 
     @property
     def mean_length(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +11,24 @@ from numpy.typing import NDArray
 from meshtune.data.collate import Document
 from meshtune.data.packing import DEFAULT_PACKING, PackingOptions, pack, pack_statistics
 from meshtune.errors import DataError
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """How units are formed of documents, and in which order an epoch has them: shuffled by the seed or as they stand, packed up
+    to `max_seq_length` tokens or not.
+    """
+
+    shuffle: bool = True
+    seed: int = 42
+    packing: bool = False
+    max_seq_length: int | None = None
+    packing_options: PackingOptions = DEFAULT_PACKING
+
+    def with_seed(self, seed: int) -> UnitOptions:
+        """The same with another seed."""
+        return replace(self, seed=seed)
+
 
 Unit = list[int]
 """A unit by the numbers that its kind knows it by; a row or a pack of rows: its documents' indices."""
@@ -44,6 +63,14 @@ class Units(Protocol):
         ...
 
 
+class Corpus(Protocol):
+    """Data that is tokens: it says what its units are."""
+
+    def units(self, options: UnitOptions) -> Units:
+        """Return the units in the order of each epoch. Raises DataError where the options cannot be had."""
+        ...
+
+
 class Documents(Protocol):
     """Tokenised documents by index, with `lengths` [D] int64 in tokens."""
 
@@ -59,20 +86,11 @@ class RowUnits:
     then permutes the units of each epoch by (seed, epoch).
     """
 
-    def __init__(
-        self,
-        dataset: Documents,
-        *,
-        shuffle: bool,
-        seed: int,
-        packing: bool,
-        max_seq_length: int | None,
-        options: PackingOptions = DEFAULT_PACKING,
-    ) -> None:
+    def __init__(self, dataset: Documents, options: UnitOptions) -> None:
         """Raises DataError if packing is asked for without a capacity, or a document is longer than it."""
-        self._dataset, self._shuffle, self._seed = dataset, shuffle, seed
-        self._capacity, self._options = max_seq_length or 0, options
-        self._packs = self._form_packs(max_seq_length) if packing else None
+        self._dataset, self._shuffle, self._seed = dataset, options.shuffle, options.seed
+        self._capacity = options.max_seq_length or 0
+        self._packs = self._form_packs(options) if options.packing else None
         self._permuted: tuple[int, NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
@@ -100,12 +118,12 @@ class RowUnits:
         """Return how full the packs are; nothing of rows."""
         return [] if self._packs is None else [pack_statistics(self._packs, self._dataset.lengths, self._capacity)]
 
-    def _form_packs(self, capacity: int | None) -> list[Unit]:
-        if capacity is None:
+    def _form_packs(self, options: UnitOptions) -> list[Unit]:
+        if options.max_seq_length is None:
             raise DataError("packing needs max_seq_length, the number of tokens that a pack holds")
         count = len(self._dataset)
         order = permutation(count, self._seed, 0) if self._shuffle else np.arange(count)
-        return pack(self._dataset.lengths, capacity, order, self._options)
+        return pack(self._dataset.lengths, options.max_seq_length, order, options.packing_options)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         if self._permuted is None or self._permuted[0] != epoch:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshtune.data.collate import Document, Window
-from meshtune.data.units import Unit, permutation
+from meshtune.data.units import Unit, UnitOptions, permutation
 from meshtune.errors import DataError
 
 
@@ -32,14 +32,14 @@ class WindowUnits:
     Nothing is held but the order of documents and sequences: 40 bytes for each document, 8 for each sequence.
     """
 
-    def __init__(self, corpus: Readable, *, shuffle: bool, seed: int, packing: bool, max_seq_length: int) -> None:
+    def __init__(self, corpus: Readable, options: UnitOptions, max_seq_length: int) -> None:
         """Raises DataError where no document has a token to predict."""
-        self._corpus, self._shuffle, self._seed = corpus, shuffle, seed
-        self._packing, self._longest = packing, max_seq_length
+        self._corpus, self._shuffle, self._seed = corpus, options.shuffle, options.seed
+        self._packing, self._longest = options.packing, max_seq_length
         self._positions = np.maximum(corpus.lengths - 1, 0)
         if not self._positions.any():
             raise DataError("no document has two tokens, of which one is predicted")
-        if packing:
+        if options.packing:
             self._count = -(-int(self._positions.sum()) // max_seq_length)
         else:
             self._window_ends = np.cumsum(-(-self._positions // max_seq_length))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshtune.config import recipe_hash
 from meshtune.errors import Problem, RecipeError
@@ -148,24 +148,26 @@ def course(plan: Plan, data: Tokens) -> Course:
     from meshtune.data.stream import Stream
     from meshtune.data.stream_blend import StreamBlend, StreamBlendOrder
     from meshtune.data.stream_order import StreamOrder
+    from meshtune.data.units import UnitOptions
 
-    recipe, section = plan.recipe, plan.recipe.data
-    settings: dict[str, Any] = {
-        "shuffle": section.shuffle,
-        "seed": recipe.seed,
-        "packing": section.packing,
-        "max_seq_length": plan.max_seq_length,
-    }
-    size, options = plan.sizes.global_batch_size, section.packing_options
+    recipe, section, size = plan.recipe, plan.recipe.data, plan.sizes.global_batch_size
+    asked = UnitOptions(section.shuffle, recipe.seed, section.packing, plan.max_seq_length, section.packing_options)
     if isinstance(data, Stream | StreamBlend):
-        settings["max_documents"] = options.max_documents
-        stream: Order = (
-            StreamBlendOrder(data, size, **settings)
-            if isinstance(data, StreamBlend)
-            else StreamOrder(data, size, drop_last=section.drop_last, **settings)
-        )
+        if isinstance(data, Stream):
+            stream: Order = StreamOrder(data, size, asked, drop_last=section.drop_last)
+        else:
+            stream = StreamBlendOrder(data, size, asked)
         total_steps = recipe.training.total_steps(0)  # where it ends is not known: max_steps is set
         return Course(stream, total_steps, recipe.lr_scheduler.build(total_steps))
-    order = GlobalOrder(data, size, drop_last=section.drop_last, options=options, **settings)
+    order = GlobalOrder(
+        data,
+        size,
+        shuffle=asked.shuffle,
+        seed=asked.seed,
+        packing=asked.packing,
+        max_seq_length=asked.max_seq_length,
+        drop_last=section.drop_last,
+        options=asked.packing_options,
+    )
     total_steps = recipe.training.total_steps(order.batches_per_epoch)
     return Course(order, total_steps, recipe.lr_scheduler.build(total_steps))

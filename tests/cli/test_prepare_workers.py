@@ -15,7 +15,7 @@ import pytest
 from meshtune.config import from_mapping
 from meshtune.data import blocks, workers
 from meshtune.data.dataset import TokenDataset
-from meshtune.data.prepare import prepare_training
+from meshtune.data.opening import Opening
 from meshtune.data.section import DataSection
 from meshtune.data.sources import open_sources
 from meshtune.errors import DataError
@@ -52,7 +52,7 @@ def written(path: Path, rows: list[Any]) -> str:
 
 def ready(path: Any, num_workers: int | None, cache: Path, **settings: Any) -> TokenDataset:
     section = from_mapping(DataSection, {"train_path": path, "num_workers": num_workers, **settings})
-    return prepare_training(section, kit.byte_level("chatml"), 64, cache_dir=cache)
+    return Opening(section, kit.byte_level("chatml"), 64, cache_dir=cache).training()
 
 
 def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from meshtune.config import from_mapping
 from meshtune.data.dataset import TokenDataset
-from meshtune.data.prepare import prepare_training
+from meshtune.data.opening import Opening
 from meshtune.data.recognise import detect_format
 from meshtune.data.section import DataSection
 from meshtune.data.sources import open_sources
@@ -27,7 +27,7 @@ def write(path: Path, *rows: Any) -> str:
 def ready(path: Any, tokenizer: Any, **settings: Any) -> TokenDataset:
     section = from_mapping(DataSection, {"train_path": path, **settings})
     first = path if isinstance(path, str) else path[0]
-    return prepare_training(section, tokenizer, 256, cache_dir=Path(first).parent / "cache")
+    return Opening(section, tokenizer, 256, cache_dir=Path(first).parent / "cache").training()
 
 
 def told(tokenizer: Any, dataset: TokenDataset, row: int = 0) -> tuple[str, str]:
@@ -170,7 +170,7 @@ def test_rows_of_token_ids_keep_their_mask_and_lose_their_padding(tmp_path: Path
         assert found.tolist() == ids and supervised.tolist() == [bool(flag) for flag in learnt]
     assert dataset[4][1].all()
     section = from_mapping(DataSection, {"train_path": str(tmp_path / "a.jsonl")})
-    cut = prepare_training(section, tokenizer, 6, cache_dir=tmp_path / "cut")
+    cut = Opening(section, tokenizer, 6, cache_dir=tmp_path / "cut").training()
     assert cut.lengths.tolist() == [6] * 5 and cut.supervised_counts.tolist() == [1, 1, 1, 1, 5]
 
 

@@ -13,7 +13,7 @@ from meshtune.config import from_mapping
 from meshtune.data import prepare as prepare_module
 from meshtune.data.dataset import TokenDataset
 from meshtune.data.opening import Opening
-from meshtune.data.prepare import prepare, prepare_training, prepare_validation, preview
+from meshtune.data.prepare import prepare, preview
 from meshtune.data.section import DataSection
 from meshtune.errors import DataError, RecipeError
 from tests.unit import data_tokenizers as kit
@@ -32,7 +32,7 @@ def write(tmp_path: Path) -> Any:
 
 def ready(tmp_path: Path, path: Any, tokenizer: Any = None, longest: int = 64, **settings: Any) -> TokenDataset:
     section = from_mapping(DataSection, {"train_path": path, **settings})
-    return prepare_training(section, tokenizer or kit.words(), longest, cache_dir=tmp_path / "cache")
+    return Opening(section, tokenizer or kit.words(), longest, cache_dir=tmp_path / "cache").training()
 
 
 def chat(*texts: str) -> dict[str, Any]:
@@ -264,18 +264,20 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path, write: Any, mo
 
 
 def test_validation_and_preview(tmp_path: Path, write: Any) -> None:
-    path = write("a.jsonl", *[chat("hi", "ok")] * 100)
-    section = from_mapping(DataSection, {"train_path": path})
-    assert prepare_validation(section, kit.words(), 8, tmp_path) == {}
-    section = from_mapping(DataSection, {"train_path": path, "validation_path": write("v.jsonl", chat("hi", "ok"))})
-    held_out = prepare_validation(section, kit.words(), 8, tmp_path / "cache")
-    assert [(name, len(data)) for name, data in held_out.items()] == [("", 1)]
-    named = {"seen": path, "new": section.validation_path}
-    section = from_mapping(DataSection, {"train_path": path, "validation_path": named})
-    held_out = prepare_validation(section, kit.words(), 8, tmp_path / "cache")
-    assert [(name, len(data)) for name, data in held_out.items()] == [("seen", 100), ("new", 1)]
-    report = preview(section, path, kit.words(), 8, rows=10)
+    """Sets by name, one alone under ""; the report of the first rows writes nothing."""
+    path, new = write("a.jsonl", *[chat("hi", "ok")] * 100), write("v.jsonl", chat("hi", "ok"))
+
+    def sets(**data: Any) -> list[tuple[str, int]]:
+        section = from_mapping(DataSection, {"train_path": path, **data})
+        found = Opening(section, kit.words(), 8, cache_dir=tmp_path / "cache").validation()
+        return [(name, len(data)) for name, data in found.items()]
+
+    assert sets(validation_path=new) == [("", 1)]
+    assert sets(validation_path={"seen": path, "new": new}) == [("seen", 100), ("new", 1)]
+    kept = list((tmp_path / "cache").iterdir())
+    report = preview(from_mapping(DataSection, {"train_path": path}), path, kit.words(), 8, rows=10)
     assert (report.rows_read, report.tokens, report.format) == (10, 70, "messages")
+    assert sets() == [] and list((tmp_path / "cache").iterdir()) == kept
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import pytest
 
 from meshtune.config import from_mapping
 from meshtune.data.dataset import TokenDataset
-from meshtune.data.prepare import prepare_training, preview
+from meshtune.data.opening import Opening
+from meshtune.data.prepare import preview
 from meshtune.data.section import DataSection
 from meshtune.errors import DataError
 from tests.unit import data_tokenizers as kit
@@ -27,7 +28,7 @@ def ready(path: str, code: str, **settings: Any) -> TokenDataset:
     file = Path(path).parent / "mine.py"
     file.write_text(code, encoding="utf-8")
     section = from_mapping(DataSection, {"train_path": path, "row_function": f"{file}:rows", **settings})
-    return prepare_training(section, kit.words(), 64, cache_dir=file.parent / "cache")
+    return Opening(section, kit.words(), 64, cache_dir=file.parent / "cache").training()
 
 
 PAIR = "{'prompt': row['question'], 'completion': row['answer']}"
@@ -75,7 +76,7 @@ def test_what_goes_wrong_in_it_is_an_error_with_row_and_line(path: str, code: st
 def test_a_function_that_is_not_there(path: str) -> None:
     section = from_mapping(DataSection, {"train_path": path, "row_function": "none/mine.py:rows"})
     with pytest.raises(DataError, match=r"data\.row_function: none/mine\.py: No such file"):
-        prepare_training(section, kit.words(), 64, cache_dir=Path(path).parent / "cache")
+        Opening(section, kit.words(), 64, cache_dir=Path(path).parent / "cache").training()
 
 
 def test_a_function_that_leaves_everything_out_is_an_error(path: str) -> None:
@@ -91,7 +92,7 @@ def test_more_unusable_rows_than_allowed_are_an_error_with_reasons(tmp_path: Pat
     def prepared(share: float | None) -> TokenDataset:
         asked = {} if share is None else {"max_unusable": share}
         section = from_mapping(DataSection, {"train_path": str(path), **asked})
-        return prepare_training(section, kit.words(), 64, cache_dir=tmp_path / "cache")
+        return Opening(section, kit.words(), 64, cache_dir=tmp_path / "cache").training()
 
     for share in (None, 0.6, 0.0):
         with pytest.raises(DataError) as error:

@@ -17,6 +17,7 @@ from meshtune.data.opening import Opening
 from meshtune.data.section import DataSection
 from meshtune.data.stream import Stream, Streaming
 from meshtune.data.stream_order import StreamOrder
+from meshtune.data.units import UnitOptions
 from meshtune.errors import DataError, RecipeError
 from meshtune.recipes.recipe import Recipe
 from tests.unit import data_tokenizers as kit
@@ -41,22 +42,15 @@ class Run:
     """A stream and loaders over it, as the ranks of one node have them; the first makes the blocks."""
 
     def __init__(self, folder: Path, path: Any, world_size: int = 1, batch: int = 4, **settings: Any) -> None:
-        order = {name: settings.pop(name, default) for name, default in (("seed", 3), ("drop_last", False))}
+        seed, drop_last = settings.pop("seed", 3), settings.pop("drop_last", False)
         data = {"train_path": path, "streaming": True, "shuffle_buffer": 5, **settings}
         self.section = from_mapping(DataSection, data)
         places = [Streaming(folder, rank == 0, rank == 0) for rank in range(world_size)]
         self.streams = [Stream(self.section, [path], kit.words(), 64, place) for place in places]
+        asked = UnitOptions(self.section.shuffle, seed, self.section.packing, 64)
         self.loaders = [
             Loader(
-                StreamOrder(
-                    stream,
-                    batch,
-                    shuffle=self.section.shuffle,
-                    packing=self.section.packing,
-                    max_seq_length=64,
-                    max_documents=None,
-                    **order,
-                ),
+                StreamOrder(stream, batch, asked, drop_last=drop_last),
                 rank=rank,
                 world_size=world_size,
                 per_device_batch_size=1,

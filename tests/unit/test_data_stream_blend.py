@@ -17,6 +17,7 @@ from meshtune.data.order import GlobalOrder
 from meshtune.data.section import DataSection
 from meshtune.data.stream import Streaming
 from meshtune.data.stream_blend import StreamBlend, StreamBlendOrder
+from meshtune.data.units import UnitOptions
 from meshtune.errors import DataError, RecipeError
 from meshtune.recipes.recipe import Recipe
 from tests.unit import data_tokenizers as kit
@@ -50,15 +51,7 @@ class Run:
             shared = Streaming(folder / "s", rank == 0, rank == 0)
             blend = Opening(section, kit.words(), 256, 60, folder / "cache", shared).training()
             assert isinstance(blend, StreamBlend)
-            order = StreamBlendOrder(
-                blend,
-                batch,
-                shuffle=section.shuffle,
-                seed=seed,
-                packing=section.packing,
-                max_seq_length=256,
-                max_documents=None,
-            )
+            order = StreamBlendOrder(blend, batch, UnitOptions(section.shuffle, seed, section.packing, 256))
             self.blends.append(blend)
             self.loaders.append(
                 Loader(order, rank=rank, world_size=world_size, per_device_batch_size=1, pad_token_id=0)

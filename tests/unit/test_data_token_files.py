@@ -20,6 +20,7 @@ from meshtune.data.collate import collate_packed, collate_padded
 from meshtune.data.loader import Loader
 from meshtune.data.order import GlobalOrder
 from meshtune.data.token_corpus import TokenCorpus, open_corpus
+from meshtune.data.units import UnitOptions
 from meshtune.data.windows import WindowUnits
 from meshtune.errors import DataError
 from tests.unit.token_file_writers import write_index, write_llmc, write_megatron, write_raw
@@ -183,7 +184,7 @@ def test_ids_outside_the_vocabulary_are_named_with_their_place(tmp_path: Path) -
     many = np.full(3_000_000, 7)
     many[40_000] = 50
     late = opened(tmp_path, write_raw(tmp_path / "c.bin", many), longest=1000, vocabulary=50)
-    units = late.units(shuffle=False, seed=0, packing=True, max_seq_length=1000)
+    units = late.units(UnitOptions(False, 0, True, 1000))
     assert len(units.documents([0, 38])) == 1
     with pytest.raises(DataError, match=r"c\.bin: token 40,000 is 50"):
         units.documents([0, 39])
@@ -217,7 +218,7 @@ def test_every_token_is_predicted_once_from_the_one_before_it(tmp_path: Path, pa
             write_megatron(tmp_path / f"{case}a.bin", documents[:cut]),
             write_megatron(tmp_path / f"{case}b.bin", documents[cut:], "int32"),
         ]
-        units = opened(tmp_path, *paths).units(shuffle=shuffle, seed=case, packing=packing, max_seq_length=8)
+        units = opened(tmp_path, *paths).units(UnitOptions(shuffle, case, packing, 8))
         want = Counter(pair for d in documents for pair in pairwise(d))
         for epoch in (0, 1, 5):
             sequences = targets(units, epoch, packing)
@@ -231,7 +232,7 @@ def test_every_token_is_predicted_once_from_the_one_before_it(tmp_path: Path, pa
 
 def test_documents_of_a_sequence_are_kept_apart(tmp_path: Path) -> None:
     units = opened(tmp_path, write_megatron(tmp_path / "a.bin", [[1, 2, 3], [4, 5], [6, 7, 8, 9]])).units(
-        shuffle=False, seed=0, packing=True, max_seq_length=4
+        UnitOptions(False, 0, True, 4)
     )
     batch = collate_packed(units.documents([0, 0]))
     assert batch.input_ids.tolist() == [[1, 2, 4, 6]] and batch.shift_labels.tolist() == [[2, 3, 5, 7]]
@@ -242,7 +243,7 @@ def test_documents_of_a_sequence_are_kept_apart(tmp_path: Path) -> None:
 def test_a_stream_without_borders_is_cut_into_rows_that_touch(tmp_path: Path) -> None:
     """The way of nanoGPT: inputs x[i : i+T], targets x[i+1 : i+T+1]; rows of one length make no padding."""
     corpus = opened(tmp_path, write_raw(tmp_path / "a.bin", range(1, 10)), longest=4, separator=None)
-    units = corpus.units(shuffle=False, seed=0, packing=False, max_seq_length=4)
+    units = corpus.units(UnitOptions(False, 0, False, 4))
     batch = collate_padded([d for u in units.between(0, 0, 2) for d in units.documents(u)], pad_token_id=0)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert batch.shift_labels.tolist() == [[2, 3, 4, 5], [6, 7, 8, 9]] and batch.attention_mask is None
