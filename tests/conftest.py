@@ -17,9 +17,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays to the end: the garbage collector need not walk through it again and again."""
+    """What has been imported stays to the end: the garbage collector need not walk through it again and again, and each walk
+    through what models are made of takes longer than most tests.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 100)
 
 
 @pytest.fixture(scope="session")

@@ -59,9 +59,13 @@ class PlainRendering:
 
 
 def _compiled(template: Any) -> Any:
-    """The template as transformers compiles it, which is not part of its public interface; None where it is not found."""
-    if not isinstance(template, str):
-        return None
+    """The template as transformers compiles it, once for each text; None where it is none, or cannot be compiled."""
+    return _compiled_text(template) if isinstance(template, str) else None
+
+
+@lru_cache(maxsize=32)
+def _compiled_text(template: str) -> Any:
+    """By a function of transformers that is not part of its public interface; None where it is not found."""
     try:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
