@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,14 @@ def test_validation_sets_are_prepared_by_name(meshtune: Command, recipe: Path, t
     said = meshtune("prepare", recipe, f"data.validation_path={{chat: {path}, again: {path}}}")
     assert said.code == 0, said.err
     assert f"validation  chat: {path}: 3 of 3 rows used" in said.out and "validation  again: " in said.out
+
+
+def test_how_full_packs_are_is_known_before_training(meshtune: Command, recipe: Path) -> None:
+    said = meshtune("prepare", recipe, "data.packing=true", "data.max_seq_length=64")
+    assert said.code == 0, said.err
+    note = re.search(r"data        (\d+ packs of up to 64 tokens, [\d.]+% full; .*)", said.out)
+    assert note is not None, said.out
+    assert note[1] in meshtune("train", recipe, "data.packing=true", "data.max_seq_length=64").out
 
 
 @pytest.mark.parametrize(
