@@ -16,13 +16,14 @@ from meshtune.data.blend import Blend, Joined
 from meshtune.data.dataset import TokenDataset
 from meshtune.data.encoders import has_turns
 from meshtune.data.held_out import Rows, Subset, hold_out
-from meshtune.data.prepare import naming, prepare, preview, validation_setting
+from meshtune.data.prepare import naming, prepare, preview_of, validation_setting
 from meshtune.data.reading import Reading
 from meshtune.data.recognise import detect_format
 from meshtune.data.section import as_list
-from meshtune.data.sources import open_sources
-from meshtune.data.stream import Stream, Streaming, streamed_sources
+from meshtune.data.sources import Source, open_sources
+from meshtune.data.stream import Stream, Streaming
 from meshtune.data.stream_blend import StreamBlend
+from meshtune.data.stream_sources import streamed_sources
 from meshtune.data.token_corpus import TokenCorpus, open_corpus
 from meshtune.data.token_paths import expand, index_path, is_token_path
 from meshtune.errors import DataError
@@ -135,16 +136,17 @@ class Opening:
         self._check_turns()
         with naming("data.train_path"):
             for part in self._parts():
-                lines += part._preview(as_list(part.section.train_path), part._split)
+                lines += part._preview(as_list(part.section.train_path), part._split, self.section.streaming)
         for setting, paths, split in sets:
             with naming(setting):
                 lines += self._preview(as_list(paths), split)
         return lines
 
-    def _preview(self, paths: Sequence[str], split: str) -> list[str]:
+    def _preview(self, paths: Sequence[str], split: str, streaming: bool = False) -> list[str]:
         if any(is_token_path(path) for path in paths):
             return self._open(paths, split).report.summary()
-        report = preview(self.section, list(paths), self.tokenizer, self.max_seq_length, split=split)
+        sources = self._sources(paths, split, streaming)
+        report = preview_of(self.section, sources, self.tokenizer, self.max_seq_length)
         return [f"first rows: {line}" for line in report.summary()]
 
     def _open(self, paths: Sequence[str], split: str) -> TokenDataset | TokenCorpus:
@@ -209,9 +211,11 @@ class Opening:
 
     def _format(self, paths: Sequence[str], split: str, streaming: bool = False) -> Iterator[str]:
         if not any(map(is_token_path, paths)):
-            opened = streamed_sources if streaming else open_sources
-            sources = opened(list(paths), split, self.section.hub_config, Reading.of(self.section))
-            yield detect_format(sources, self.section.format)
+            yield detect_format(self._sources(paths, split, streaming), self.section.format)
+
+    def _sources(self, paths: Sequence[str], split: str, streaming: bool) -> list[Source]:
+        opened = streamed_sources if streaming else open_sources
+        return opened(list(paths), split, self.section.hub_config, Reading.of(self.section))
 
     def _separator(self) -> int | None:
         asked, own = self.section.document_separator, self.tokenizer.eos_token_id

@@ -108,6 +108,13 @@ def preview(
     Raises DataError as `prepare` does, save that unusable first rows are only counted.
     """
     sources = open_sources(paths, split, section.hub_config, Reading.of(section))
+    return preview_of(section, sources, tokenizer, max_seq_length, rows=rows)
+
+
+def preview_of(
+    section: DataSection, sources: Sequence[Source], tokenizer: Any, max_seq_length: int, *, rows: int = 64
+) -> DataReport:
+    """Return the report of the first rows of sources that are open; see `preview`."""
     encoder, report = _start(section, sources, tokenizer, max_seq_length)
     encoded = encoder.rows(row for source in sources for row in islice(source.rows(), rows))
     report.add(encoded.report)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Any
 from meshtune.data.cache_key import cache_key
 from meshtune.data.encode_block import BlockEncoder
 from meshtune.data.prepare import check_share
-from meshtune.data.readers_arrow import read_stream
 from meshtune.data.reading import Reading
 from meshtune.data.recognise import detect_format
 from meshtune.data.report import DataReport
-from meshtune.data.rows import Row
-from meshtune.data.sources import FileSource, HubSource, Source, open_sources
 from meshtune.data.stream_blocks import Blocks, Builder, Follower
 from meshtune.data.stream_encoding import Place, Reader, StreamEncoder, processes_for
-from meshtune.data.token_files import sampled_digest
+from meshtune.data.stream_sources import streamed_sources
 from meshtune.errors import DataError
 
 if TYPE_CHECKING:
@@ -43,32 +40,6 @@ class Streaming:
     def part(self, number: int, share: float) -> Streaming:
         """The place of one of several streams."""
         return replace(self, folder=self.folder.with_name(f"{self.folder.name}-{number}"), share=share)
-
-
-class _Hub(HubSource):
-    """A hub data set whose rows come as they are asked for."""
-
-    def written(self) -> Iterator[Row]:
-        return read_stream(self._dataset(), self.name)
-
-    def digest(self) -> str:
-        return f"{self.name}:{self.config} {self.reading.digest()}"
-
-    def _dataset(self) -> Any:
-        import datasets
-
-        try:
-            return datasets.load_dataset(self.hub_id, self.config, split=self.split, streaming=True)
-        except Exception as error:  # hub, network, split and configuration errors have no common base
-            raise DataError(f"{self.name}: cannot be loaded: {error}") from error
-
-
-@dataclass(frozen=True)
-class _File(FileSource):
-    """A file of which nothing is read before its turn comes, but a sample that tells whether it has changed."""
-
-    def digest(self) -> str:
-        return f"{sampled_digest(self.path)} {self.reading.digest()}"
 
 
 @dataclass
@@ -141,18 +112,6 @@ class Stream:
                 "\n".join(f"data        rows {place[1] * self.rows_at_once:,} and on: {line}" for line in lines),
                 flush=True,
             )
-
-
-def streamed_sources(paths: list[str], split: str, hub_config: str | None, reading: Reading) -> list[Source]:
-    """Return the sources that the paths name, none of which is read as a whole; see `open_sources`."""
-    return [_streamed(source) for source in open_sources(paths, split, hub_config, reading)]
-
-
-def _streamed(source: Source) -> Source:
-    if isinstance(source, HubSource):
-        return _Hub(source.hub_id, source.split, source.config, source.reading)
-    assert isinstance(source, FileSource)
-    return _File(source.name, source.path, source.reading, source.left_aside)
 
 
 def _fingerprint(*facts: Any) -> str:

@@ -22,6 +22,7 @@ from meshtune.data.recognise import detect_format
 from meshtune.data.report import DataReport
 from meshtune.data.section import DataSection, as_list
 from meshtune.data.sources import open_sources
+from meshtune.data.stream_sources import streamed_sources
 from meshtune.data.token_paths import is_token_path
 from meshtune.errors import DataError, MeshtuneError
 from meshtune.layout import Layout
@@ -120,8 +121,9 @@ def _of_token_files(section: DataSection, tokenizer: Any, model: ModelSection) -
 
 
 def _of_rows(section: DataSection, tokenizer: Any) -> list[Encoded]:
-    reading = Reading.of(section)
-    sources = open_sources(as_list(section.train_path), section.train_split or "train", section.hub_config, reading)
+    opened = streamed_sources if section.streaming else open_sources
+    split, reading = section.train_split or "train", Reading.of(section)
+    sources = opened(as_list(section.train_path), split, section.hub_config, reading)
     rows_encoder = encoder(section, detect_format(sources, section.format), tokenizer)
     first = list(islice((row for source in sources for row in source.rows()), _ROWS_READ))
     encoded = rows_encoder.encode(first)

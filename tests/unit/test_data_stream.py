@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from pathlib import Path
@@ -220,6 +221,20 @@ def test_a_hub_id_streams_anew_in_each_epoch(tmp_path: Path, monkeypatch: pytest
     found, _ = run(tmp_path / "s", "org/name", 3, shuffle=False)
     assert found == [[2, 3, 4, 5], [6, 7], [2, 3, 4, 5]]
     assert set(asked) == {("org/name", "train", True)}
+
+
+def test_a_look_at_a_streamed_hub_id_does_not_fetch_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`meshtune check` and the question which format it has: no call without `streaming`, a few rows of an endless set."""
+    datasets = pytest.importorskip("datasets")
+    message = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]
+
+    def load_dataset(name: str, config: Any, split: str, streaming: bool = False) -> Any:
+        assert streaming, "the whole data set would be fetched"
+        return datasets.IterableDataset.from_generator(lambda: ({"messages": message} for _ in itertools.count()))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    section = from_mapping(DataSection, {"train_path": "org/name", "streaming": True, "train_on": "last"})
+    assert "64 of 64 rows used as `messages`" in Opening(section, kit.words(), 16).preview()[0]
 
 
 def test_settings_that_make_no_sense_on_a_stream_are_refused(tmp_path: Path, rows: Any) -> None:
