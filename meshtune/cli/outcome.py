@@ -86,8 +86,7 @@ def _failure(error: BaseException, phase: Phase) -> _Failure:
     if stopped_by is not None:
         return _Failure(128 + int(stopped_by), f"{error}; run the same command again to continue", shared=True)
     if _lost_a_peer(error):
-        text = f"rank {os.environ['RANK']} lost contact with another rank ({_first_line(error)})"
-        return _Failure(code, text, by_launcher=True)
+        return _Failure(code, _whom(error), by_launcher=True)
     if isinstance(error, OSError):  # a disk, a file or a network, which the user knows better than a traceback does
         return _Failure(code, f"error: {type(error).__name__}: {error}")
     trace = "".join(traceback.format_exception(error))
@@ -113,6 +112,20 @@ def _lost_a_peer(error: BaseException) -> bool:
     from torch.distributed import DistError
 
     return isinstance(error, DistError) or "gloo/transport" in str(error) or "Connection closed by peer" in str(error)
+
+
+def _whom(error: BaseException) -> str:
+    """Which ranks did not come, where that is why a collective failed and can be known."""
+    from meshtune.layout.absent import absent_ranks
+
+    absent = absent_ranks(in_vain="Timed out" in str(error))
+    if not absent:
+        return f"rank {os.environ['RANK']} lost contact with another rank ({_first_line(error)})"
+    who = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
+    return (
+        f"{who} did not come to where the others waited ({_first_line(error)}): hanging, or busy for longer than "
+        "distributed.timeout_minutes; the last complete checkpoint stands, and the same command continues from it"
+    )
 
 
 def _tell(failure: _Failure) -> None:

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,8 @@ def launch(nproc: int, arguments: Sequence[str]) -> int:
             while agent.is_alive():
                 agent.join(0.2)
                 ranks.end_with_the_first_failure()
-        return _exit_code(Path(folder), outcome[0] if outcome else RuntimeError("the agent ended without a word"))
+        failure = outcome[0] if outcome else RuntimeError("the agent ended without a word")
+        return _exit_code(Path(folder), failure, ranks.killed)
 
 
 def _run_agent(nproc: int, arguments: Sequence[str], folder: str, outcome: list[BaseException | None]) -> None:
@@ -70,14 +71,19 @@ def _run_agent(nproc: int, arguments: Sequence[str], folder: str, outcome: list[
         outcome.append(error)
 
 
-def _exit_code(folder: Path, failure: BaseException | None) -> int:
-    """The launcher's exit code. Says on standard error what no rank could say."""
+def _exit_code(folder: Path, failure: BaseException | None, killed: Set[int] = frozenset()) -> int:
+    """The launcher's exit code. Says on standard error what no rank could say. Of the ranks that the launcher has `killed` for
+    another's failure nothing is to be said."""
     if failure is None:
         return 0
     failures: dict[int, Any] = getattr(failure, "failures", {})
     ends = [end for end in ended(folder) if end.code]
     reported = {end.rank for end in ends}
-    died = [_death(rank, f.exitcode) for rank, f in failures.items() if f.exitcode < 0 or rank not in reported]
+    died = [
+        _death(rank, f.exitcode)
+        for rank, f in failures.items()
+        if rank not in killed and (f.exitcode < 0 or rank not in reported)
+    ]
     # An error of a rank comes first; then a death; only then what the others did when they were ended for it.
     told = next((end for end in ends if end.code < 128 and not end.untold), None)
     if told is None and not died and ends:
@@ -111,6 +117,7 @@ class _Ranks:
     def __init__(self, folder: Path):
         self._folder = folder
         self._failed_at: float | None = None
+        self.killed: set[int] = set()
 
     def send(self, signum: int) -> None:
         for pid in self.pids():
@@ -128,18 +135,23 @@ class _Ranks:
         if self._failed_at is None:
             self._failed_at = time.monotonic() if self._one_has_failed() else None
         elif time.monotonic() - self._failed_at > _GRACE_S:
+            self.killed.update(rank for rank, exists in self._silent().items() if exists)
             self.kill()
 
     def _one_has_failed(self) -> bool:
-        done = {end.rank: end.code for end in ended(self._folder)}
-        if any(0 < code < 128 for code in done.values()):
+        if any(0 < end.code < 128 for end in ended(self._folder)):
             return True
+        return not all(self._silent().values())
+
+    def _silent(self) -> dict[int, bool]:
+        """Whether each rank exists that has not said how it ended."""
         if os.name != "posix":  # where no signal can be sent that does nothing
-            return False
+            return {}
+        done = {end.rank for end in ended(self._folder)}
         running = {int(file.stem.removeprefix("rank-")): file for file in self._folder.glob("rank-*.pid")}
-        return any(
-            not _exists(int(file.read_text(encoding="utf-8"))) for rank, file in running.items() if rank not in done
-        )
+        return {
+            rank: _exists(int(file.read_text(encoding="utf-8"))) for rank, file in running.items() if rank not in done
+        }
 
 
 def _exists(pid: int) -> bool:

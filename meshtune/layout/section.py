@@ -56,6 +56,13 @@ class DistributedSection(Section):
     ep_size: int = Field(
         1, ge=1, description="Expert parallelism: ranks among which experts are shared out; divides dp_shard x cp x tp."
     )
+    timeout_minutes: float | None = Field(
+        None,
+        gt=0,
+        description="How long ranks wait in training for one that does not come before the run ends with an error that names it. "
+        "Default: torch's own limits, 10 minutes on CUDA devices, 30 elsewhere. A rank that writes its part of a checkpoint, or "
+        "rank 0 an export, may need so long.",
+    )
     plan: dict[str, Style] | None = Field(
         None,
         description="Tensor-parallel styles of modules by name, with `*` for any one part of it; before what the model's config "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from meshtune.checkpoint.checksums import find_sound, verify
 from meshtune.checkpoint.folder import Complete, sweep
 from meshtune.errors import CheckpointError
+from meshtune.layout.absent import wait_at_most
 from meshtune.layout.world import World, connect
 from meshtune.recipes import folder, planning
 from meshtune.recipes.recipe import Recipe
@@ -116,6 +117,8 @@ class Setup:
         self.model, parallel = assembly.build_model(self, weights)
         stop = SignalStop()
         parts, state, reporter = assembly.assemble(self, parallel, stop)
+        if self.recipe.distributed.timeout_minutes is not None:
+            wait_at_most(self.recipe.distributed.timeout_minutes)
         if started is not None:
             started()
         if state.step >= parts.total_steps:

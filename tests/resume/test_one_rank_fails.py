@@ -20,6 +20,8 @@ from tests.resume.processes import children_of, is_alive, last_step, started, wa
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
 LIMIT_S = 30.0
+PATIENCE_S = 6.0
+"""`distributed.timeout_minutes`, until which nobody can know that a rank will not come."""
 
 # Run by each process before all else; of rank 1, a step goes wrong.
 FAULT = """
@@ -45,8 +47,10 @@ if os.environ.get("RANK") == "1":
             "meshtune: rank 1: error: ZeroDivisionError: of this rank alone",
         ),
         ("os._exit(7)", False, "meshtune: rank 1 ended with exit code 7; the other ranks were stopped"),
+        ("__import__('time').sleep(600)", False, "meshtune: rank 1 did not come to where the others waited ("),
+        ("os.kill(os.getpid(), 19)", True, "meshtune: rank 1 did not come to where the others waited ("),
     ],
-    ids=["error", "exit"],
+    ids=["error", "exit", "hangs", "stopped"],
 )
 def test_all_ranks_end_and_the_first_error_is_told(
     bench: Bench, tmp_path: Path, fault: str, asynchronous: bool, says: str
@@ -55,6 +59,7 @@ def test_all_ranks_end_and_the_first_error_is_told(
     run, note, output = tmp_path / "run", tmp_path / "note", tmp_path / "output"
     keeping = {"every_steps": 1, "asynchronous": asynchronous, "dir": str(run), "export": "none"}
     recipe = {**bench.recipe(bench.model("llama")), "checkpoint": keeping}
+    recipe["distributed"]["timeout_minutes"] = PATIENCE_S / 60
     path = write_recipe(tmp_path / "recipe.yaml", recipe)
     (tmp_path / "first").mkdir()
     code = FAULT.format(note=str(note), fault=fault)
@@ -64,7 +69,7 @@ def test_all_ranks_end_and_the_first_error_is_told(
         wait_for(lambda: note.exists() or process.poll() is not None, "the fault")
         failed_at, ranks = time.monotonic(), children_of(process.pid)
         assert process.wait(60) == 1, output.read_text(encoding="utf-8")
-        assert time.monotonic() - failed_at < LIMIT_S
+        assert time.monotonic() - failed_at < LIMIT_S + (PATIENCE_S if "waited" in says else 0.0)
     assert not any(is_alive(pid) for pid in ranks)
     said = output.read_text(encoding="utf-8")
     assert said.count("meshtune:") == 1
@@ -74,6 +79,29 @@ def test_all_ranks_end_and_the_first_error_is_told(
     newest = folder.newest(run)
     assert newest is not None and newest.step in (4, 5)
     assert last_step(run) == 5
+
+
+def ask(absent: list[int], in_vain: bool = True) -> tuple[list[int], float]:
+    import torch.distributed as dist
+
+    from meshtune.layout.absent import absent_ranks
+
+    begun = time.monotonic()
+    found = [] if dist.get_rank() in absent else absent_ranks(in_vain)
+    dist.barrier()
+    return found, time.monotonic() - begun
+
+
+def test_who_did_not_come_is_known_to_all_that_did(bench: Bench) -> None:
+    """And at once where all have come: a collective that failed by itself blames nobody."""
+    answers = bench.ranks.call(4, ask, [1, 2])
+    assert [found for found, _ in answers] == [[1, 2], [], [], [1, 2]]
+    answers = bench.ranks.call(2, ask, [])
+    assert [found for found, _ in answers] == [[], []]
+    assert max(seconds for _, seconds in answers) < 2.0
+    answers = bench.ranks.call(2, ask, [1], False)
+    assert [found for found, _ in answers] == [[], []], "one whose peer has died knows of it already"
+    assert max(seconds for _, seconds in answers) < 2.0
 
 
 # A launcher whose ranks are not meshtune: one dies, the other hears nothing of it and heeds no SIGTERM.
