@@ -60,7 +60,7 @@ class Other:
 
 
 def test_another_text_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "_compiled", lambda _: Other())
+    monkeypatch.setattr(rendering, "compiled", lambda _: Other())
     template = ChatTemplate(SHAPES["chatml"].tokenizer())
     for messages in conversations(0, 80):
         assert template.render_plain(messages) == template.render(messages, None)
@@ -69,7 +69,7 @@ def test_another_text_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_compiled_template_the_long_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name in transformers is not public."""
-    monkeypatch.setattr(rendering, "_compiled", lambda _: None)
+    monkeypatch.setattr(rendering, "compiled", lambda _: None)
     template = ChatTemplate(SHAPES["chatml"].tokenizer())
     for messages in conversations(0, 40):
         assert template.render_plain(messages) == template.render(messages, None)
@@ -77,4 +77,4 @@ def test_without_the_compiled_template_the_long_way_is_taken(monkeypatch: pytest
 
 def test_transformers_has_the_compiled_template() -> None:
     """Where it has not, preparation still works, only slower: then this test asks to look for its new name."""
-    assert rendering._compiled("{{ messages }}") is not None
+    assert rendering.compiled("{{ messages }}") is not None
