@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 
@@ -24,3 +25,6 @@ for name, value in _SETTINGS.items():
     os.environ.setdefault(name, value)
 for module in _MODULES:
     importlib.import_module(module)
+# Ranks collect garbage when they leave a world, and need not walk through all of this each time (nor copy its pages).
+gc.collect()
+gc.freeze()
