@@ -25,7 +25,7 @@ from tests.ranks import ROOT
 
 PATIENCE_S = 120.0
 PRELOADED = ["meshtune.cli", "meshtune.recipes.run", "meshtune.recipes.assembly", "meshtune.models.proofs"]
-PRELOADED += ["meshtune.data.prepare", "meshtune.training.loop", "matplotlib.figure"]
+PRELOADED += ["meshtune.data.prepare", "meshtune.training.loop", "matplotlib.figure", "meshtune.verify.preload"]
 
 
 def write_recipe(path: Path, recipe: dict[str, Any]) -> Path:
