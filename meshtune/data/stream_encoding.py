@@ -55,13 +55,13 @@ class Reader:
 
 class StreamEncoder:
     """Encodes blocks one after the other, the same whoever works on them. The first is encoded here: many streams have no
-    other. For those after it processes are started, which go on with the blocks, and over the stream's end, before they are
-    asked for.
+    other, and what the encoder learns from it of the template need not be found out again for each that follows. For those
+    processes are started, which go on with the blocks, and over the stream's end, before they are asked for.
     """
 
     def __init__(self, reader: Reader, encoder: BlockEncoder, processes: int) -> None:
         self._reader, self._encoder, self._processes = reader, encoder, processes
-        self._begun = False
+        self._encode = encoder.warm_up
         self._ahead: Iterator[EncodedBlock] = iter(())
         self._next: Place | None = None
         self._pieces: dict[Place, int] = {}
@@ -69,10 +69,10 @@ class StreamEncoder:
 
     def encode(self, place: Place) -> list[EncodedBlock]:
         """Return a block in pieces, none where the stream ends before it. Raises DataError for what preparation refuses."""
-        if self._processes == 0 or not self._begun:
-            self._begun = True
-            rows = self._reader.read(place)
-            return [self._encoder.encode(RowBlock(self._reader.reading, rows))] if rows else []
+        if self._processes == 0 or self._encode == self._encoder.warm_up:
+            rows, encode = self._reader.read(place), self._encode
+            self._encode = self._encoder.encode
+            return [encode(RowBlock(self._reader.reading, rows))] if rows else []
         if place != self._next:
             self.close()
             self._ahead = encode_in_order(self._encoder, self._from(place), self._processes)
