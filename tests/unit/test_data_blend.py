@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -14,12 +13,12 @@ import pytest
 from meshtune.config import from_mapping
 from meshtune.data.blend import Blend, BlendedUnits, Joined
 from meshtune.data.dataset import TokenDataset
-from meshtune.data.loader import Loader
 from meshtune.data.opening import Opening
 from meshtune.data.order import GlobalOrder
 from meshtune.data.section import DataSection
 from meshtune.errors import DataError, RecipeError
 from tests.unit import data_tokenizers as kit
+from tests.unit.data_ranks import global_batches, loaders, write_rows
 from tests.unit.test_data_loader import dataset_of, documents_in
 from tests.unit.token_file_writers import write_megatron
 
@@ -118,16 +117,8 @@ def test_the_order_knows_no_world_size_and_goes_on_from_a_cursor(tmp_path: Path,
 
     def course(world_size: int, steps: int, cursor: Any = None) -> tuple[list[list[int]], Any]:
         order = GlobalOrder(blend, 4, seed=3, packing=packing, max_seq_length=9)
-        sizes = {"world_size": world_size, "per_device_batch_size": 1, "pad_token_id": 0}
-        ranks = [Loader(order, rank=rank, **sizes) for rank in range(world_size)]
-        for loader in ranks:
-            if cursor is not None:
-                loader.load_state_dict(cursor)
-        seen = []
-        for _ in range(steps):
-            rounds = zip(*(loader.next() for loader in ranks), strict=True)
-            seen.append([i for batches in rounds for batch in batches for i in documents_in(batch)])
-        return seen, ranks[0].state_dict()
+        seen, cursor = global_batches(loaders(order, world_size), steps, cursor)
+        return [[i for batch in batches for i in documents_in(batch)] for batches in seen], cursor
 
     straight, _ = course(1, 14)
     assert straight == course(3, 14)[0]
@@ -142,9 +133,7 @@ def test_the_order_knows_no_world_size_and_goes_on_from_a_cursor(tmp_path: Path,
 @pytest.fixture
 def write(tmp_path: Path) -> Any:
     def written(name: str, *rows: Any) -> str:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return str(path)
+        return write_rows(tmp_path / name, rows)
 
     return written
 

@@ -17,11 +17,11 @@ from meshtune.data.section import DataSection
 from meshtune.data.sources import open_sources
 from meshtune.errors import DataError, RecipeError
 from tests.unit import data_tokenizers as kit
+from tests.unit.data_ranks import write_rows
 
 
 def write(path: Path, *rows: Any) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
+    return write_rows(path, rows)
 
 
 def ready(path: Any, tokenizer: Any, **settings: Any) -> TokenDataset:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from meshtune.data.opening import Finite, Opening
 from meshtune.data.section import DataSection
 from meshtune.errors import DataError, RecipeError
 from tests.unit import data_tokenizers as kit
+from tests.unit.data_ranks import write_rows
 
 Write = Callable[..., str]
 TOKENIZER = kit.byte_level("chatml")
@@ -24,9 +24,7 @@ TOKENIZER = kit.byte_level("chatml")
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
     def write(name: str, *rows: Any) -> str:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return str(path)
+        return write_rows(tmp_path / name, rows)
 
     return write
 

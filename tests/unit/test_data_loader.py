@@ -16,13 +16,14 @@ from meshtune.data.collate import as_filler, collate_packed, collate_padded, shi
 from meshtune.data.cutting import take
 from meshtune.data.dataset import TokenDataset
 from meshtune.data.encoding import Encoded
-from meshtune.data.loader import Loader, validation_batches
+from meshtune.data.loader import validation_batches
 from meshtune.data.order import GlobalOrder, permutation
 from meshtune.data.packing import PackingOptions, pack
 from meshtune.data.padding import pad_to
 from meshtune.data.report import DataReport
 from meshtune.data.store import Writer
 from meshtune.errors import DataError
+from tests.unit.data_ranks import global_batches, loaders
 
 
 def dataset_of(folder: Path, lengths: list[int]) -> TokenDataset:
@@ -37,13 +38,6 @@ def dataset_of(folder: Path, lengths: list[int]) -> TokenDataset:
 def document(*ids: int, supervised: list[int] | None = None) -> Any:
     flags = [True] * len(ids) if supervised is None else [i in supervised for i in range(len(ids))]
     return np.array(ids, dtype=np.int64), np.array(flags)
-
-
-def loaders(order: GlobalOrder, world_size: int, size: int) -> list[Loader]:
-    return [
-        Loader(order, rank=rank, world_size=world_size, per_device_batch_size=size, pad_token_id=0)
-        for rank in range(world_size)
-    ]
 
 
 def documents_in(batch: Batch) -> list[int]:
@@ -223,15 +217,8 @@ def test_going_on_from_every_place_equals_never_having_stopped(tmp_path: Path, r
             got, state = [], None
             for world_size, until in ((1, first), (3, second), (2, steps)):
                 ranks = loaders(GlobalOrder(data, 4, seed=3, drop_last=drop_last), world_size, 2)
-                for loader in ranks:
-                    if state is not None:
-                        loader.load_state_dict(state)
-                while len(got) < until:
-                    rounds = zip(*(loader.next() for loader in ranks), strict=True)
-                    got.append([i for batches in rounds for b in batches for i in documents_in(b)])
-                states = [loader.state_dict() for loader in ranks]
-                assert all(other == states[0] for other in states)
-                state = states[0]
+                seen, state = global_batches(ranks, until - len(got), state)
+                got += [[i for batch in batches for i in documents_in(batch)] for batches in seen]
             assert got == want
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from meshtune.data.readers_arrow import read_dataset, read_stream
 from meshtune.data.rows import Row
 from meshtune.data.sources import open_sources
 from tests.unit.chat_shapes import SHAPES
+from tests.unit.data_ranks import write_rows
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "four"}
 
@@ -49,7 +49,7 @@ ROWS = [
 def written(folder: Path, kind: str, rows: list[Any]) -> Path:
     path = folder / f"rows.{kind}"
     if kind == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_rows(path, rows)
     elif kind == "parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     elif kind == "arrow":

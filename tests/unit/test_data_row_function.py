@@ -15,13 +15,13 @@ from meshtune.data.prepare import preview
 from meshtune.data.section import DataSection
 from meshtune.errors import DataError
 from tests.unit import data_tokenizers as kit
+from tests.unit.data_ranks import write_rows
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     rows = [{"question": f"hi {'ok ' * n}", "answer": "ok", "score": n} for n in range(4)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(tmp_path / "a.jsonl")
+    return write_rows(tmp_path / "a.jsonl", rows)
 
 
 def ready(path: str, code: str, **settings: Any) -> TokenDataset:

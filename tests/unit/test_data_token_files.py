@@ -17,12 +17,12 @@ import pytest
 
 from meshtune.data.batch import IGNORED_LABEL
 from meshtune.data.collate import collate_packed, collate_padded
-from meshtune.data.loader import Loader
 from meshtune.data.order import GlobalOrder
 from meshtune.data.token_corpus import TokenCorpus, open_corpus
 from meshtune.data.units import UnitOptions
 from meshtune.data.windows import WindowUnits
 from meshtune.errors import DataError
+from tests.unit.data_ranks import global_batches, loaders
 from tests.unit.token_file_writers import write_index, write_llmc, write_megatron, write_raw
 
 EOS = 0
@@ -258,16 +258,9 @@ def test_no_world_size_changes_a_global_batch_and_a_cursor_goes_on_exactly(tmp_p
 
     def course(world_size: int, steps: int, cursor: Any = None, seed: int = 3) -> tuple[list[list[int]], Any]:
         order = GlobalOrder(corpus, 4, seed=seed, packing=packing, max_seq_length=8)
-        sizes = {"world_size": world_size, "per_device_batch_size": 1, "pad_token_id": 0}
-        ranks = [Loader(order, rank=rank, **sizes) for rank in range(world_size)]
-        for loader in ranks:
-            if cursor is not None:
-                loader.load_state_dict(cursor)
-        seen = []
-        for _ in range(steps):
-            batches = [batch for loader in ranks for batch in loader.next() if batch.tokens]
-            seen.append(sorted(int(i) for batch in batches for i in batch.shift_labels[batch.shift_labels > 0]))
-        return seen, ranks[0].state_dict()
+        seen, cursor = global_batches(loaders(order, world_size), steps, cursor)
+        labels = [[batch.shift_labels for batch in batches if batch.tokens] for batches in seen]
+        return [sorted(int(i) for label in of_batch for i in label[label > 0]) for of_batch in labels], cursor
 
     steps = 2 * GlobalOrder(corpus, 4, packing=packing, max_seq_length=8).batches_per_epoch + 1
     straight, _ = course(1, steps)
