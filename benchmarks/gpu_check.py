@@ -1,115 +1,192 @@
 """One GPU, under five minutes: fine-tuning of a 1B and an 8B shape (random weights) on packed rows, in bf16.
 
-    python benchmarks/gpu_check.py [--shapes 1b,8b] [--steps 8] [--device cuda] [--attention auto]
+    python benchmarks/gpu_check.py [--shapes 1b,8b] [--steps 8] [--device cuda] [--attention auto] [--minutes 5]
 
-Each shape is trained without and with `compile` from the same weights; the 1B shape in fp32, too. Printed for each: the loss of
-the first and the last step, tokens per second, MFU (medians over the steps after the first two) and peak memory. The 8B shape
-holds its weights in bfloat16 and checkpoints its activations, so that it fits on a card of 80 GB.
+Each shape is trained without and with `compile` from the same weights, each time in a process of its own, so that nothing of
+the one before is left on the card. Printed for each: the loss of the first and the last step, tokens per second, MFU (medians
+over the steps after the first two), peak memory, and the attention that ran: flash_attention_2 where it is installed, else SDPA
+by document, whose kernel torch chooses. The 1B shape is trained with flex_attention and in fp32, too.
+
+AdamW with fp32 weights takes 16 bytes a parameter: 128 GB for the 8B shape. So that shape holds its weights in bfloat16 (8 bytes
+a parameter with gradients and moments, 64 GB) and checkpoints its activations: about 70 GB in all by the formula of
+docs/performance.md, for a card of 80 GB. Of fp32 it makes one step by SGD without momentum (8 bytes a parameter), for the loss
+alone. What does not fit, or fails, is said, and the rest goes on. No checkpoint is written.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 4}
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 4},
     "1b": {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "num_attention_heads": 32},
     "8b": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "num_attention_heads": 32},
+    "tiny": TINY,
+    "tiny-large": TINY,
 }
-LENGTH = {"tiny": 128, "1b": 4096, "8b": 4096}
+LARGE = ("8b", "tiny-large")
+"""Trained with bfloat16 weights and activation checkpointing."""
+LENGTH = {"tiny": 128, "tiny-large": 128, "1b": 4096, "8b": 4096}
 PACKS_A_STEP = 4
 SKIPPED_STEPS = 2
 
 
 @dataclass
 class Row:
-    """One run: losses of all steps, and medians."""
+    """One run: losses of all steps, and medians; None of what a run of one step cannot say."""
 
-    name: str
+    machine: str
     loss: list[float]
-    tokens_per_second: float
+    tokens_per_second: float | None
     mfu: float | None
     peak_gb: float
-    seconds: float
+    attention: str
 
 
 def main() -> None:
-    """Train each, print a table as it grows."""
+    """Train each, print a table as it grows. Exit code 1 if any failed."""
     asked = _arguments()
-    print(_machine(asked.device), flush=True)
-    print(
-        f"{'':22} {'first loss':>10} {'last loss':>10} {'tokens/s':>9} {'MFU':>6} {'peak GB':>8} {'s in all':>9}",
-        flush=True,
-    )
+    if asked.run is not None:
+        _train_here(json.loads(asked.run))
+        return
+    deadline, failed = time.monotonic() + 60 * asked.minutes, 0
+    rows: dict[str, Row] = {}
     with tempfile.TemporaryDirectory(prefix="meshtune-gpu-") as root:
         for shape in asked.shapes.split(","):
             folder = Path(root) / shape
             _make_inputs(folder, shape, asked.steps)
-            weights = None
-            for name, changes in _variants(shape):
-                row, weights = _train(folder, name, changes, weights, asked)
-                rate = "" if row.mfu is None else f"{row.mfu:.1%}"
-                figures = f"{row.tokens_per_second:9,.0f} {rate:>6} {row.peak_gb:8.1f} {row.seconds:9.1f}"
-                print(f"{row.name:22} {row.loss[0]:10.4f} {row.loss[-1]:10.4f} {figures}", flush=True)
+            for name, changes in _variants(shape, asked):
+                begun = time.monotonic()
+                row = _in_a_process(folder, _recipe(folder, name, changes, asked), asked.device, deadline)
+                if isinstance(row, Row):
+                    if not rows:
+                        print(_head(row.machine), flush=True)
+                    rows[name] = row
+                    print(_line(name, row, time.monotonic() - begun), flush=True)
+                else:
+                    failed += row.startswith("failed")
+                    print(f"{name:26} {row}", flush=True)
+            _beside_fp32(shape, rows)
+    sys.exit(1 if failed else 0)
 
 
-def _variants(shape: str) -> list[tuple[str, dict[str, Any]]]:
-    large = shape == "8b"
+def _head(machine: str) -> str:
+    names = f"{'':26} {'first loss':>10} {'last loss':>10} {'tokens/s':>9} {'MFU':>6} {'peak GB':>8} {'s in all':>9}"
+    return f"{machine}\n{names}  attention"
+
+
+def _line(name: str, row: Row, seconds: float) -> str:
+    speed = "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
+    share = "" if row.mfu is None else f"{row.mfu:.1%}"
+    figures = f"{speed:>9} {share:>6} {row.peak_gb:8.1f} {seconds:9.1f}  {row.attention}"
+    return f"{name:26} {row.loss[0]:10.4f} {row.loss[-1]:10.4f} {figures}"
+
+
+def _beside_fp32(shape: str, rows: dict[str, Row]) -> None:
+    reference = next((row for name, row in rows.items() if name.startswith(f"{shape} fp32")), None)
+    found = rows.get(f"{shape} bf16")
+    if reference is not None and found is not None:
+        steps = min(len(found.loss), len(reference.loss))
+        largest = max(abs(a - b) for a, b in zip(found.loss[:steps], reference.loss[:steps], strict=True))
+        print(
+            f"{shape}: the losses of {steps} step{'s' if steps > 1 else ''} in bf16 are within {largest:.4f} of fp32's"
+        )
+
+
+def _variants(shape: str, asked: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+    large = shape in LARGE
+    saving = {"activation_checkpointing": "full"} if large else {}
     bf16 = {
         "model": {"dtype": "bfloat16"} if large else {},
-        "training": {"precision": "bf16", **({"activation_checkpointing": "full"} if large else {})},
+        "training": {"precision": "bf16", **saving},
     }
     compiled = {**bf16, "training": {**bf16["training"], "compile": True}}
-    found = [(f"{shape} bf16", bf16), (f"{shape} bf16, compile", compiled)]
-    return found if large else [*found, (f"{shape} fp32", {"training": {"precision": "fp32"}})]
+    fp32: dict[str, Any] = {"training": {"precision": "fp32", **saving}}
+    if large:
+        fp32["optimizer"], fp32["training"]["max_steps"] = {"name": "sgd"}, 1
+    flex = {**bf16, "model": {"attention": "flex_attention"}}
+    return [
+        (f"{shape} bf16", bf16),
+        (f"{shape} bf16, compile", compiled),
+        *([(f"{shape} bf16, flex", flex)] if not large and asked.device == "cuda" else []),
+        (f"{shape} fp32{', one step' if large else ''}", fp32),
+    ]
 
 
-def _train(
-    folder: Path, name: str, changes: dict[str, Any], weights: dict[str, Any] | None, asked: argparse.Namespace
-) -> tuple[Row, dict[str, Any]]:
-    """One run from `weights`, or random ones; and the weights from which it began."""
-    import torch
+def _in_a_process(folder: Path, recipe: dict[str, Any], device: str, deadline: float) -> Row | str:
+    """The row of a run, or why there is none."""
+    result = folder / "row.json"
+    result.unlink(missing_ok=True)
+    task = json.dumps({"folder": str(folder), "recipe": recipe, "device": device})
+    # Shapes of packs differ a little from step to step; fixed segments would break into pieces where little is left.
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return "not run: the time is over (--minutes)"
+    command = [sys.executable, str(Path(__file__).resolve()), "--device", device, "--run", task]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, encoding="utf-8", timeout=left, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "stopped: the time is over (--minutes)"
+    if done.returncode == 0:
+        return Row(**json.loads(result.read_text(encoding="utf-8")))
+    said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+    return "failed: " + next((line for line in said if "out of memory" in line), said[-1])
 
+
+def _train_here(task: dict[str, Any]) -> None:
+    """One run; its row goes to a file."""
     from meshtune.config import from_mapping
     from meshtune.layout.world import connect
+    from meshtune.recipes import assembly
     from meshtune.recipes.recipe import Recipe
-    from meshtune.recipes.run import run
+    from meshtune.recipes.run import Setup
+    from meshtune.training.loop import fit
+    from meshtune.training.signals import SignalStop
 
-    if asked.device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    begun, first = time.perf_counter(), weights
-    made = from_mapping(Recipe, _recipe(folder, name, changes, asked))
-    connect(asked.device)
-    if first is None:
-        first = _random_weights(made, asked.device)
-    result, _ = run(made, asked.device, weights=first)
-    rows = [json.loads(line) for line in (result.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    recipe = from_mapping(Recipe, task["recipe"])
+    # Of the 8B shape a checkpoint would have 48 GB, and nobody would read it: neither room for it nor it is asked for.
+    with ExitStack() as held, mock.patch.object(assembly, "check_space", lambda *_: None):
+        setup = Setup(recipe, connect(task["device"]), held)
+        setup.model, parallel = assembly.build_model(setup, _random_weights(recipe, task["device"]))
+        parts, state, reporter = assembly.assemble(setup, parallel, SignalStop())
+        parts.saver = None
+        fit(parts, state, [reporter])
+    row = _row(setup.run, task["device"], setup.attention.description)
+    (Path(task["folder"]) / "row.json").write_text(json.dumps(asdict(row)), encoding="utf-8")
+
+
+def _row(run: Path, device: str, attention: str) -> Row:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     kept = rows[SKIPPED_STEPS:]
     shares = [row["mfu"] for row in kept if row["mfu"] is not None]
-    return (
-        Row(
-            name,
-            [row["loss"] for row in rows],
-            median(row["tokens_per_second"] for row in kept),
-            median(shares) if shares else None,
-            max(row["peak_memory_bytes"] for row in rows) / 1e9,
-            time.perf_counter() - begun,
-        ),
-        first,
+    return Row(
+        _machine(device),
+        [row["loss"] for row in rows],
+        median(row["tokens_per_second"] for row in kept) if kept else None,
+        median(shares) if shares else None,
+        max(row["peak_memory_bytes"] for row in rows) / 1e9,
+        attention,
     )
 
 
 def _random_weights(recipe: Any, device: str) -> dict[str, Any]:
-    """Drawn once for all variants, on the CPU in bfloat16: that of 8B takes longer than the training."""
+    """The same in each process, drawn on the device, which takes seconds where a CPU takes minutes, and kept in host memory until
+    the model has room for them. Norms are one."""
     import torch
 
     from meshtune.models import hf
@@ -152,12 +229,12 @@ def _make_inputs(folder: Path, shape: str, steps: int) -> None:
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-    longest, vocabulary = LENGTH[shape], 512 if shape == "tiny" else 128_256
+    longest, vocabulary = LENGTH[shape], 512 if shape.startswith("tiny") else 128_256
     config = LlamaConfig(
         **SHAPES[shape],
         num_key_value_heads=SHAPES[shape]["num_attention_heads"] // 4,
         vocab_size=vocabulary,
-        tie_word_embeddings=shape != "8b",
+        tie_word_embeddings=shape not in LARGE,
         max_position_embeddings=longest,
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
     )
@@ -190,9 +267,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", default="1b,8b", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--attention", default="auto", help="as model.attention of a recipe")
+    parser.add_argument("--minutes", type=float, default=5.0, help="what is not done by then is left out")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.device == "cuda":
+    if asked.device == "cuda" and asked.run is None:
         import torch
 
         if not torch.cuda.is_available():
