@@ -14,7 +14,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from meshtune.data import store
-from meshtune.data.blocks import blocks_of
+from meshtune.data.blocks import Block, LineBlock, blocks_of
 from meshtune.data.cache_key import cache_key
 from meshtune.data.dataset import TokenDataset
 from meshtune.data.encode_block import BlockEncoder, EncodedBlock
@@ -141,12 +141,20 @@ def _encoded(encoder: BlockEncoder, sources: Sequence[Source], workers: int | No
         return
     started = time.monotonic()
     yield encoder.warm_up(first)
+    expected = (time.monotonic() - started) / _share(first, sources)
     count = workers or default_workers()
     for block in blocks:
-        if count > 1 and (workers is not None or time.monotonic() - started > _ALONE_S):
+        if count > 1 and (workers is not None or max(expected / 2, time.monotonic() - started) > _ALONE_S):
             yield from encode_in_order(encoder, chain([block], blocks), count)
             return
         yield encoder.encode(block)
+
+
+def _share(block: Block, sources: Sequence[Source]) -> float:
+    """Return which share of all that is to be read a block is, 0 to 1; 1 where that cannot be told."""
+    if not isinstance(block, LineBlock) or not block.size:
+        return 1.0
+    return block.size / sum(source.path.stat().st_size for source in sources if isinstance(source, FileSource))
 
 
 def _tell_of_damage(what: str) -> None:

@@ -75,12 +75,14 @@ def test_blocks_are_the_rows_of_their_source(tmp_path: Path) -> None:
         assert [row for block in found for row in block.rows()] == list(source.rows())
 
 
+@pytest.mark.parametrize("forks", [True, False])
 def test_errors_of_workers_are_those_of_one_process_and_leave_no_process_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: bool
 ) -> None:
+    monkeypatch.setattr(workers, "_FORKS", forks and workers._FORKS)
     ended = []
     real = workers._Process.end
-    monkeypatch.setattr(workers._Process, "end", lambda self: (real(self), ended.append(self._process.poll())))
+    monkeypatch.setattr(workers._Process, "end", lambda self: (real(self), ended.append(self._host.process.poll())))
     longest = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x " * 200}]
     path = written(tmp_path / "a.jsonl", [*chats(130, bad=False), *[{"messages": longest}] * 2])
     told = []
@@ -93,7 +95,9 @@ def test_errors_of_workers_are_those_of_one_process_and_leave_no_process_behind(
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_a_worker_that_is_ended_is_told_of(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_worker_that_is_ended_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: bool) -> None:
+    monkeypatch.setattr(workers, "_FORKS", forks and workers._FORKS)
     function = tmp_path / "mine.py"
     function.write_text(
         "import os, signal\ndef rows(row):\n    print('said')\n"
