@@ -19,6 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import ContextManagers
 
 from meshtune.errors import ModelError
+from meshtune.models.bars import bars
 from meshtune.models.blocks import remember_units, unit_names
 from meshtune.models.fitting import check_fits, names, refuse_misfits
 from meshtune.models.initialize import initialize_buffers
@@ -59,11 +60,12 @@ def load(model: PreTrainedModel, source: Source, device: torch.device) -> None:
         return _load_config(of, source, on, quantizer)
 
     if tensors is None:
-        check_fits(whole, source, config(whole, torch.device("meta")))
+        with bars(0):
+            check_fits(whole, source, config(whole, torch.device("meta")))
     tied = dict(model.all_tied_weights_keys)
     initialize_buffers(model, device)
     try:
-        with nullcontext(tensors) if tensors is not None else stored_tensors(source.files) as stored:
+        with bars(1), nullcontext(tensors) if tensors is not None else stored_tensors(source.files) as stored:
             info = read(model, whole, stored, config, device)
     except Exception as error:
         raise ModelError(f"model.name: {source.name} could not be loaded: {error}") from error
