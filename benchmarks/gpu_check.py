@@ -220,7 +220,7 @@ def _recipe(folder: Path, name: str, changes: dict[str, Any], asked: argparse.Na
         },
         "logging": {"progress": "none"},
     }
-    return {key: {**section, **changes.get(key, {})} for key, section in sections.items()}
+    return {key: {**sections.get(key, {}), **changes.get(key, {})} for key in sections | changes}
 
 
 def _make_inputs(folder: Path, shape: str, steps: int) -> None:
