@@ -31,6 +31,7 @@ _COMMAND = (
 )
 _FORKS = sys.platform == "linux"
 _BLOCKS_AHEAD = 3  # for each worker: enough that none waits for the writer, little enough to hold in memory
+_LEAVE_S = 2.0
 _THREADS_ELSEWHERE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
 
 
@@ -66,6 +67,9 @@ def encode_in_order(encoder: BlockEncoder, blocks: Iterable[Block], workers: int
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+        for process in processes:
+            process.leave()
+        processes[-1].wait()
     finally:
         for process in processes:
             process.end()
@@ -120,10 +124,7 @@ class _Host:
     def end(self) -> None:
         """End the interpreter and all that was forked from it."""
         with contextlib.suppress(ProcessLookupError):
-            if _FORKS:
-                os.killpg(self.process.pid, signal.SIGKILL)
-            else:
-                self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL) if _FORKS else self.process.kill()
         self.process.wait()
         self.fed()
         for stream in (self.process.stdin, self.process.stdout):
@@ -152,6 +153,15 @@ class _Process:
         if isinstance(result, Exception):
             raise result
         return result
+
+    def leave(self) -> None:
+        """Hang up, nothing being asked of it: it ends by itself."""
+        self._to.close()
+
+    def wait(self) -> None:
+        """Wait for a moment until all of its interpreter have left, so that the system counts their work as this one's."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._host.process.wait(_LEAVE_S)
 
     def end(self) -> None:
         self._host.end()
