@@ -31,6 +31,7 @@ _COMMAND = (
 )
 _FORKS = sys.platform == "linux"
 _BLOCKS_AHEAD = 3  # for each worker: enough that none waits for the writer, little enough to hold in memory
+_WORKS_MEANWHILE = True  # this process encodes while the others start
 _LEAVE_S = 2.0
 # In a thread of its own, though it is only one, the tokenizer allocates from memory that Python's objects do not fragment: a
 # quarter less time.
@@ -64,6 +65,9 @@ def encode_in_order(encoder: BlockEncoder, blocks: Iterable[Block], workers: int
     waiting: deque[Future[EncodedBlock]] = deque()
     try:
         for block in blocks:
+            if _WORKS_MEANWHILE and not waiting and not all(process.host.ready for process in processes):
+                yield encoder.encode(block)
+                continue
             waiting.append(threads.submit(run, block))
             if len(waiting) >= workers * _BLOCKS_AHEAD:
                 yield waiting.popleft().result()
@@ -107,13 +111,19 @@ class _Host:
 
     def _feed(self, payload: bytes) -> None:
         with contextlib.suppress(OSError):  # it has ended; who waits for its answer says so
-            assert self.process.stdin is not None
+            assert self.process.stdin is not None and self.process.stdout is not None
             pickle.dump(sys.path, self.process.stdin)
             self.process.stdin.write(payload)
             self.process.stdin.flush()
+            self.process.stdout.readline()
 
-    def fed(self) -> None:
-        """Wait until the interpreter has the encoder, or has ended."""
+    @property
+    def ready(self) -> bool:
+        """Whether the interpreter has the encoder, or has ended."""
+        return not self._feeding.is_alive()
+
+    def wait_until_ready(self) -> None:
+        """See `ready`."""
         self._feeding.join()
 
     def how_one_ended(self) -> str:
@@ -128,7 +138,7 @@ class _Host:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL) if _FORKS else self.process.kill()
         self.process.wait()
-        self.fed()
+        self.wait_until_ready()
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):  # what it had not yet read
@@ -139,17 +149,17 @@ class _Process:
     """One worker, seen from outside."""
 
     def __init__(self, host: _Host, to: IO[bytes], answers: IO[bytes]) -> None:
-        self._host, self._to, self._answers = host, to, answers
+        self.host, self._to, self._answers = host, to, answers
 
     def encode(self, block: Block) -> EncodedBlock:
-        self._host.fed()
+        self.host.wait_until_ready()
         try:
             pickle.dump(block, self._to)
             self._to.flush()
             result = pickle.load(self._answers)
         except (EOFError, OSError, pickle.UnpicklingError) as error:
             raise DataError(
-                f"a worker process of preparation has ended {self._host.how_one_ended()}, maybe for want of memory; "
+                f"a worker process of preparation has ended {self.host.how_one_ended()}, maybe for want of memory; "
                 "data.num_workers: 1 works in this process alone"
             ) from error
         if isinstance(result, Exception):
@@ -163,10 +173,10 @@ class _Process:
     def wait(self) -> None:
         """Wait for a moment until all of its interpreter have left, so that the system counts their work as this one's."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._host.process.wait(_LEAVE_S)
+            self.host.process.wait(_LEAVE_S)
 
     def end(self) -> None:
-        self._host.end()
+        self.host.end()
         for stream in (self._to, self._answers):
             with contextlib.suppress(OSError):  # what it had not yet read
                 stream.close()
@@ -185,6 +195,7 @@ def host() -> None:
     told = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     encoder: BlockEncoder = pickle.load(sys.stdin.buffer)
+    told.write(b"ready\n")
     descriptors = [int(argument) for argument in sys.argv[1:]]
     if not descriptors:
         _serve(encoder, sys.stdin.buffer, os.fdopen(told.fileno(), "wb"))

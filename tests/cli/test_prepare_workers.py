@@ -28,6 +28,7 @@ USER = "hello there"
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "_BLOCK_BYTES", 2000)
     monkeypatch.setattr(blocks, "_BLOCK_ROWS", 20)
+    monkeypatch.setattr(workers, "_WORKS_MEANWHILE", False)
 
 
 def chats(count: int, bad: bool = True) -> list[Any]:
@@ -55,7 +56,7 @@ def ready(path: Any, num_workers: int | None, cache: Path, **settings: Any) -> T
     return Opening(section, kit.byte_level("chatml"), 64, cache_dir=cache).training()
 
 
-def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
+def test_the_number_of_workers_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """C27 for preparation: order, tokens, counts, names and warnings."""
     rows = chats(150)
     paths = [written(tmp_path / name, rows) for name in ("a.jsonl", "b.jsonl.gz", "c.parquet")]
@@ -63,6 +64,8 @@ def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
     assert len(found[0]) > 200 and found[0].report.rows_unusable > 10
     assert found[0].fingerprint == found[1].fingerprint
     assert found[0].report == found[1].report
+    monkeypatch.setattr(workers, "_WORKS_MEANWHILE", True)
+    assert ready(paths, 2, tmp_path / "meanwhile", overlong="split").fingerprint == found[0].fingerprint
     assert found[0].report.rows_read == 451  # the broken line is one
     assert any(name.startswith(f"{paths[0]}:151 ") for name in found[0].report.unusable["not valid JSON"].names)
 
@@ -82,7 +85,7 @@ def test_errors_of_workers_are_those_of_one_process_and_leave_no_process_behind(
     monkeypatch.setattr(workers, "_FORKS", forks and workers._FORKS)
     ended = []
     real = workers._Process.end
-    monkeypatch.setattr(workers._Process, "end", lambda self: (real(self), ended.append(self._host.process.poll())))
+    monkeypatch.setattr(workers._Process, "end", lambda self: (real(self), ended.append(self.host.process.poll())))
     longest = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x " * 200}]
     path = written(tmp_path / "a.jsonl", [*chats(130, bad=False), *[{"messages": longest}] * 2])
     told = []

@@ -24,8 +24,9 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What became of each process that was started; pieces are small."""
     outcomes: list[Any] = []
     real = workers._Process.end
-    monkeypatch.setattr(workers._Process, "end", lambda self: (real(self), outcomes.append(self._host.process.poll())))
+    monkeypatch.setattr(workers._Process, "end", lambda self: (real(self), outcomes.append(self.host.process.poll())))
     monkeypatch.setattr(stream_encoding, "_PIECE_ROWS", 3)
+    monkeypatch.setattr(workers, "_WORKS_MEANWHILE", False)
     return outcomes
 
 
