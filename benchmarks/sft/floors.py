@@ -115,6 +115,7 @@ def train(root: Path, work: Work, count: int, strategy: str) -> tuple[float, lis
     from meshtune.recipes import assembly
     from meshtune.recipes.recipe import Recipe
     from meshtune.recipes.run import Setup
+    from meshtune.training.memory import KeptMemory
     from meshtune.training.signals import SignalStop
 
     made: dict[str, Any] = recipe(root, count, work, True)
@@ -125,11 +126,14 @@ def train(root: Path, work: Work, count: int, strategy: str) -> tuple[float, lis
         base = _resident()
         setup.model, parallel = assembly.build_model(setup, None)
         parts, _, _ = assembly.assemble(setup, parallel, SignalStop())
+        kept = KeptMemory("cpu")
+        kept.on_start()
         for number in range(count):
             batches = parts.loader.next()
             begun = time.perf_counter()
             result = parts.step(batches, number, 1e-4)
             documents = [n for batch in batches for n in batch.document_lengths.tolist()]
+            kept.bound()
             found.append(Step(documents, result.supervised_tokens, time.perf_counter() - begun))
         disconnect()
     shutil.rmtree(root / "run", ignore_errors=True)

@@ -113,6 +113,7 @@ class Setup:
         """Build the model in its shards and what surrounds it, run the loop, export."""
         from meshtune.recipes import assembly
         from meshtune.training.loop import fit
+        from meshtune.training.memory import KeptMemory
 
         self.model, parallel = assembly.build_model(self, weights)
         stop = SignalStop()
@@ -127,7 +128,7 @@ class Setup:
             )
         with stop:
             try:
-                state = fit(parts, state, [reporter])
+                state = fit(parts, state, [reporter, KeptMemory(self.world.device.type)])
             except Interrupted:
                 # Who started the ranks ends all of them when the first has left: rank 0 may still write the report.
                 self.world.all_together(lambda: None)
