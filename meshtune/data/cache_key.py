@@ -13,7 +13,7 @@ from meshtune.data.sources import Source
 if TYPE_CHECKING:
     from meshtune.data.section import DataSection
 
-_FORMAT_VERSION = 5  # of what the cache holds: raise it when encoding or cutting changes its result
+_FORMAT_VERSION = 6  # of what the cache holds: raise it when encoding or cutting changes its result
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
 
 

@@ -69,9 +69,10 @@ class Ways:
         return None
 
     def learn(self, messages: Sequence[Message], text: str, render: Callable[[list[Message]], str]) -> None:
-        """Learn the way that messages with this text take; `render` is that of `jinja.traceable`."""
-        ways = self._known.setdefault(tuple(message["role"] for message in messages), [])
-        if not self._traceable or len(ways) >= _WAYS_OF_ROLES or len(self._known) > _KINDS_OF_ROLES:
+        """Learn the way that messages with this text take; `render` is that of `environments.traceable`."""
+        roles = tuple(message["role"] for message in messages)
+        ways = self._known.get(roles, [])
+        if not self._traceable or len(ways) >= _WAYS_OF_ROLES or len(self._known) >= _KINDS_OF_ROLES:
             return
         tracer = _Tracer()
         try:
@@ -83,7 +84,7 @@ class Ways:
         if way is None or way.text([message["content"] for message in messages]) != text:
             self._traceable, self._known = False, {}
             return
-        ways.append(way)
+        self._known[roles] = [*ways, way]
 
 
 class _Tracer:
@@ -105,6 +106,10 @@ class _Tracer:
     def asked(self, probe: Probe, name: str, arguments: tuple[Any, ...]) -> Any:
         """Return what a method of the text returns: probes for strings, and a true answer, which is kept."""
         if any(type(argument) not in (str, int, slice, type(None)) for argument in arguments):
+            raise Untraceable(name)
+        if (
+            name == "__getitem__" and type(arguments[0]) is not slice
+        ):  # where the content is too short, jinja goes on without it
             raise Untraceable(name)
         result, (message, steps) = _ask(probe.text, name, arguments), probe.place
         if type(result) is str:

@@ -111,6 +111,8 @@ def test_what_can_be_followed(does: str) -> None:
         "{{ message.content | replace('yes', 'no') }}",
         "{{ message.content | title }}",
         "{{ message.content | first }}",
+        "{{ message.content[0] }}",
+        "{% if message.content[-1] == 'o' %}o{% endif %}",
         "{% set both = message.content ~ 'x' %}{{ both.count('e') }}",
         "{% set both = message.content + 'x' %}{{ both | trim }}{% if 'yes' in both %}!{% endif %}",
         "{% set both = [message.content, 'x'] | join %}{{ both | upper }}",
