@@ -22,6 +22,7 @@ from meshtune.data.units import UnitOptions
 from meshtune.errors import DataError, RecipeError
 from meshtune.recipes.recipe import Recipe
 from tests.unit import data_tokenizers as kit
+from tests.unit.data_ranks import global_batches
 
 Texts = list[str]
 
@@ -62,14 +63,8 @@ class Run:
 
     def lengths(self, batches: int, cursor: Any = None) -> list[list[int]]:
         """The lengths of the documents of each global batch, in order."""
-        found = []
-        for loader in self.loaders:
-            if cursor is not None:
-                loader.load_state_dict(cursor)
-        for _ in range(batches):
-            rounds = zip(*(loader.next() for loader in self.loaders), strict=True)
-            found.append([n for row in rounds for batch in row if batch.tokens for n in _lengths(batch)])
-        return found
+        found, _ = global_batches(self.loaders, batches, cursor)
+        return [[n for batch in one if batch.tokens for n in _lengths(batch)] for one in found]
 
     @property
     def cursor(self) -> Any:
