@@ -134,10 +134,12 @@ class _Host:
         return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
     def end(self) -> None:
-        """End the interpreter and all that was forked from it."""
-        with contextlib.suppress(ProcessLookupError):
+        """End the interpreter and all that was forked from it. If it has ended, so have they, or they do when their streams
+        close; and its number may be another process's by now.
+        """
+        if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL) if _FORKS else self.process.kill()
-        self.process.wait()
+            self.process.wait()
         self.wait_until_ready()
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
