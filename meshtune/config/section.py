@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,6 +17,9 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    foreign: ClassVar[dict[str, str]] = {}
+    """What keys of other tools are called here, where that is not plain from their names."""
 
     def problems(self) -> Iterable[tuple[str, str]]:
         """Combinations of settings that cannot work, as `(key, message)`.

@@ -14,6 +14,8 @@ def unknown_key(root: type[Section], cls: type[Section], path: str, key: str) ->
     """
     if key == "base":
         return "found an unknown key; only a recipe file can name its base, at its top level"
+    if key in cls.foreign:
+        return f"found an unknown key; write `{cls.foreign[key]}`"
     hints = []
     if homes := [".".join(place) for place, section in sections(root) if key in section.model_fields]:
         hints.append("it belongs " + " or ".join(f"in {home}" if home else "at the top level" for home in homes))

@@ -12,6 +12,7 @@ from meshtune.config import Section
 from meshtune.data.section import DataSection
 from meshtune.data.shapes import CONVERSATIONAL
 from meshtune.layout.section import DistributedSection
+from meshtune.models.adapters.section import AdapterSection
 from meshtune.models.section import ModelSection
 from meshtune.observe.section import LoggingSection
 from meshtune.optim.schedule import LRSchedulerSection
@@ -30,6 +31,9 @@ class Recipe(Section):
     )
     seed: int = Field(42, ge=0, description="Decides row order, dropout and random initial weights.")
     model: ModelSection = Field(description="Which model, and in what form.")
+    peft: AdapterSection | None = Field(
+        None, description="Train an adapter beside the frozen model. Without it every weight is trained."
+    )
     distributed: DistributedSection = Field(default_factory=DistributedSection, description="The mesh.")
     data: DataSection = Field(description="What the model learns from.")
     training: TrainingSection = Field(description="How long, with what batches, at what precision.")

@@ -1,0 +1,1 @@
+"""Adapters: small trained matrices beside frozen weights, by PEFT's own layers and in PEFT's own files."""
