@@ -66,7 +66,7 @@ class AdapterSection(Section):
     )
     target_modules: str | list[str] | None = Field(
         None,
-        description="Which layers get an adapter. `all-linear`: every linear layer but the head; routers and stacked experts not. "
+        description="Layers that get an adapter. `all-linear`: every linear layer but the head (no router, no stacked experts). "
         "A list of ends of names (`q_proj`, `self_attn.q_proj`), in which `*` stands for any text; an empty list: none. Other "
         f"text is a regular expression over the whole name. Default `{TARGET_MODULES}`.",
     )

@@ -96,7 +96,7 @@ def _at(model: nn.Module, path: str) -> nn.Module | None:
 def _shallow(module: nn.Module) -> nn.Module:
     """A copy with the same tensors and submodules. Of a module of FSDP2 it is of the class under that one: a copy has no state of
     FSDP2, and must not be asked for it."""
-    kind = type(module)
+    kind: type = type(module)
     if issubclass(kind, FSDPModule):
         kind = next(base for base in kind.__mro__[1:] if not issubclass(base, FSDPModule))
     view: nn.Module = object.__new__(kind)
