@@ -26,7 +26,10 @@ ShardedOver = tuple[DeviceMesh | None, tuple[int, ...]]
 
 
 def grad_norm(
-    parameters: Iterable[nn.Parameter], parts: Mapping[nn.Parameter, Peers] | None = None, stages: Peers | None = None
+    parameters: Iterable[nn.Parameter],
+    parts: Mapping[nn.Parameter, Peers] | None = None,
+    stages: Peers | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """The L2 norm of all gradients together, the same on every rank.
 
@@ -39,21 +42,23 @@ def grad_norm(
         parameters: those of this rank that count; of a weight that several stages of a pipeline hold, one of them.
         parts: for parameters that are parts themselves, the ranks that hold the others.
         stages: ranks that hold other parameters.
+        device: where this rank, which may have none of them, counts its 0.
 
     Returns:
         0-d float32 on the parameters' device; inf or NaN in a gradient shows in it.
 
     Raises:
-        TrainingError: there are no parameters, or one, or its gradient, has placements whose norm is not a
+        TrainingError: there are no parameters and no device, or one, or its gradient, has placements whose norm is not a
             sum over shards (`Partial`), or the two differ.
     """
     groups: dict[ShardedOver, dict[Peers | None, list[Tensor]]] = {}
-    device: torch.device | None = None
+    found: torch.device | None = None
     for parameter in parameters:
-        device = device or parameter.device
+        found = found or parameter.device
         gradients = groups.setdefault(_sharded_over(parameter), {}).setdefault((parts or {}).get(parameter), [])
         if parameter.grad is not None:
             gradients.append(_local_gradient(parameter))
+    device = found or device
     if device is None:
         raise TrainingError("the gradient norm needs at least one parameter")
     total = _sum_of_squares(groups, device)
@@ -114,7 +119,8 @@ def _sum_of_squares(groups: Mapping[ShardedOver, Mapping[Peers | None, list[Tens
         for peers, square in zip(by_peers, squares, strict=True):
             over_shards.setdefault(peers, []).append(square)
     sums = [(peers, torch.stack(squares).sum()) for peers, squares in over_shards.items()]
-    return torch.stack([own if peers is None else peers.all_reduce(own) for peers, own in sums]).sum()
+    reduced = [own if peers is None else peers.all_reduce(own) for peers, own in sums]
+    return torch.stack(reduced or [torch.zeros((), dtype=torch.float32, device=device)]).sum()
 
 
 def _own_squares(gradients: list[Tensor], device: torch.device) -> Tensor:

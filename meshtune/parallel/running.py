@@ -79,7 +79,8 @@ class Parallel:
     def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The L2 norm of the gradients of all parameters on all ranks, of which `parameters` are those of this one."""
         counted = [p for p in parameters if p not in self._counted_elsewhere]
-        return grad_norm(counted, self._parts, self._layout.peers("pp") if self._layout.size("pp") > 1 else None)
+        stages = self._layout.peers("pp") if self._layout.size("pp") > 1 else None
+        return grad_norm(counted, self._parts, stages, torch.device(self._layout.device_type))
 
     def _own(self, batches: Sequence[Batch]) -> Sequence[Batch]:
         """This rank's part of micro-batches, which a pipeline wants in one shape."""

@@ -92,7 +92,7 @@ class TrainStep:
     def _update(self, norm: Tensor, learning_rate: float) -> None:
         clip_grad_norm_(self._parameters(), self.max_grad_norm, norm)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("lr_scale", 1.0)
         self.optimizer.step()
 
     def _totals(self, batches: Sequence[Batch]) -> tuple[int, int, Requests]:
