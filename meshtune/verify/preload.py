@@ -6,6 +6,8 @@ import gc
 import importlib
 import os
 
+from meshtune.observe.chatter import hush
+
 _SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -23,6 +25,7 @@ _MODULES = (
 
 for name, value in _SETTINGS.items():
     os.environ.setdefault(name, value)
+hush()
 for module in _MODULES:
     importlib.import_module(module)
 # Ranks collect garbage when they leave a world, and need not walk through all of this each time (nor copy its pages).
