@@ -15,7 +15,7 @@ _KNOWN = {
 
 
 def hush() -> None:
-    """Leave out the messages that are known and mean nothing here; any other message is still shown. Call it before the imports."""
+    """Leave out what is known to mean nothing here, and nothing else. Call it before these libraries are imported."""
     for name, pattern in _KNOWN.items():
         logger, known = logging.getLogger(name), _Known(re.compile(pattern, re.DOTALL))
         if not any(isinstance(present, _Known) for present in logger.filters):
