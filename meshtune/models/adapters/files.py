@@ -1,0 +1,195 @@
+"""An adapter in PEFT's own files: `adapter_config.json` and `adapter_model.safetensors`.
+
+Tensors have other names there than in the model: PEFT's adapter name is taken out, a prefix is put in front, and what is trained
+whole stands under the name that it has in the bare model.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from meshtune.errors import ModelError
+from meshtune.models import hub
+from meshtune.models.source import safetensors_header
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+NAME = "default"
+"""What PEFT calls the adapter in the names of the model's tensors."""
+
+_PREFIX = "base_model.model."
+_SAVED = f".modules_to_save.{NAME}."
+_MAGNITUDE = f".lora_magnitude_vector.{NAME}"
+
+# Of PEFT's config: what says nothing of the adapter's form, and what meshtune gives the same meaning as PEFT.
+_ABOUT = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"} | {
+    "task_type",
+    "runtime_config",
+    "init_lora_weights",
+    "lora_dropout",
+    "megatron_core",
+    "qalora_group_size",
+}
+_KNOWN = {"r", "lora_alpha", "target_modules", "exclude_modules", "target_parameters", "modules_to_save"} | {
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "use_dora",
+    "trainable_token_indices",
+    "layers_to_transform",
+    "layers_pattern",
+    "fan_in_fan_out",
+}
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initialisations that put a rest in the place of the base's weights, which the adapter then belongs to."""
+
+
+def file_name(name: str) -> str:
+    """What the tensor called `name` in a model with an adapter is called in its file."""
+    if _SAVED in name:
+        return _PREFIX + name.replace(_SAVED, ".", 1)
+    if name.endswith(f"{_MAGNITUDE}.weight"):  # as PEFT wrote it when it was a parameter
+        name = name.removesuffix(".weight")
+    if name.endswith(f".{NAME}"):
+        return _PREFIX + name.removesuffix(f".{NAME}")
+    module, _, last = name.rpartition(".")
+    return f"{_PREFIX}{module.removesuffix(f'.{NAME}')}.{last}"
+
+
+def find(name: str) -> Path:
+    """The folder of an adapter on this machine: `name` itself, or what the hub has under that id, fetched.
+
+    Raises ModelError if there is none, or its weights are pickles.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        folder = _fetched(name)
+    missing = [file for file in (CONFIG, WEIGHTS) if not (folder / file).is_file()]
+    if WEIGHTS in missing and (folder / "adapter_model.bin").is_file():
+        raise ModelError(
+            f"peft.adapter: the weights of {folder} are a pickle (adapter_model.bin), which is not read, since loading one can "
+            "run anything; save the adapter as safetensors: PeftModel.save_pretrained does"
+        )
+    if missing:
+        raise ModelError(
+            f"peft.adapter: {folder} has no {' and no '.join(missing)}; an adapter's folder, as PEFT and `meshtune export` write "
+            "it, holds both"
+        )
+    return folder
+
+
+def _fetched(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            name, allow_patterns=["adapter_config.json", "adapter_model.*"], local_files_only=hub.local_files_only(name)
+        )
+    except Exception as error:
+        raise ModelError(f"peft.adapter: there is no adapter {name}: {hub.reason(name, error)}") from error
+    return Path(found)
+
+
+def read_config(folder: Path) -> LoraConfig:
+    """PEFT's config of the adapter in `folder`.
+
+    Raises ModelError for another kind of adapter than LoRA, and for what it says that would not be done here.
+    """
+    from peft import LoraConfig
+
+    file = folder / CONFIG
+    try:
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        kind = values.get("peft_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"peft.adapter: {file} cannot be read: {error}") from error
+    if kind != "LORA":
+        raise ModelError(f"peft.adapter: {file} is of an adapter of peft_type {kind}; wanted LORA")
+    wrong = [f"{key}: {value!r}" for key, value in values.items() if not _is_understood(key, value)]
+    if wrong:
+        raise ModelError(f"peft.adapter: {file} asks for what is not done here: {', '.join(wrong)}")
+    begun = str(values.get("init_lora_weights")).lower()
+    if begun.startswith(_CHANGES_BASE):
+        raise ModelError(
+            f"peft.adapter: {file} says init_lora_weights: {begun}; such an adapter belongs to what that initialisation left of "
+            "the base, not to the base. Convert it: PeftModel.save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        )
+    for key, kinds in (("r", int), ("lora_alpha", (int, float))):
+        if key in values and (not isinstance(values[key], kinds) or values[key] <= 0):
+            raise ModelError(f"peft.adapter: {file} says {key}: {values[key]!r}; wanted a number above 0")
+    try:
+        return LoraConfig(**{key: value for key, value in values.items() if key in _KNOWN | _ABOUT})
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"peft.adapter: {file}: {error}") from error
+
+
+def _is_understood(key: str, value: Any) -> bool:
+    """Another key of PEFT's, of this version or of a later one, is harmless where it says nothing."""
+    return key in _KNOWN | _ABOUT or value in (None, False, "none", {}, [])
+
+
+def write_config(folder: Path, config: LoraConfig, base: str, revision: str | None = None) -> None:
+    """`adapter_config.json` of an adapter of the model `base` (a hub id, or a folder), whose weights it left as they were."""
+    written = copy.deepcopy(config)
+    written.base_model_name_or_path, written.revision = base, revision
+    written.inference_mode, written.task_type = True, "CAUSAL_LM"
+    written.init_lora_weights = True
+    written.save_pretrained(str(folder))
+
+
+def read(folder: Path, names: Collection[str]) -> dict[str, Tensor]:
+    """Whole tensors of the adapter in `folder`, by the `names` that its model gives them, in their dtype there.
+
+    Raises ModelError naming what is missing and what is there and would be ignored: an adapter that loads by half, or not at
+    all, looks as if it had been loaded.
+    """
+    from safetensors.torch import load_file
+
+    file = folder / WEIGHTS
+    safetensors_header(file)
+    stored = load_file(file)
+    wanted = {file_name(name): name for name in names}
+    missing = [name for name in wanted if name not in stored]
+    foreign = [name for name in stored if name not in wanted and not _is_of_the_base(name)]
+    if missing or foreign:
+        raise ModelError(_mismatch(file, missing, foreign))
+    return {wanted[name]: tensor for name, tensor in stored.items() if name in wanted}
+
+
+def _mismatch(file: Path, missing: list[str], foreign: list[str]) -> str:
+    told = [f"  {name} is missing" for name in missing] + [f"  {name} is not of this adapter" for name in foreign]
+    shown = [*told[:20], f"  and {len(told) - 20} more"] if len(told) > 20 else told
+    hint = ""
+    if foreign and not any(name.startswith(_PREFIX) for name in foreign):
+        hint = f"\nnames of PEFT's files begin with {_PREFIX}"
+    return f"peft.adapter: {file} does not fit its own config and this model:\n" + "\n".join(shown) + hint
+
+
+def _is_of_the_base(name: str) -> bool:
+    """PEFT writes an embedding that has an adapter, or was resized, whole beside it."""
+    return name.endswith(".base_layer.weight")
+
+
+def check_shapes(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Raises ModelError naming each of `tensors` whose shape is not that of the model."""
+    wrong = [
+        f"  {file_name(name)} has shape {tuple(tensor.shape)}, in this model {shapes[name]}"
+        for name, tensor in tensors.items()
+        if tuple(tensor.shape) != shapes[name]
+    ]
+    if wrong:
+        raise ModelError(f"peft.adapter: {folder / WEIGHTS} is of another model:\n" + "\n".join(wrong[:20]))
+
+
+def trained_once(model: nn.Module, trained: Iterable[str]) -> list[str]:
+    """Of the names `trained` those that this rank has, each tensor once."""
+    wanted = set(trained)
+    return [name for name, _ in model.named_parameters() if name in wanted]
