@@ -13,10 +13,12 @@ from meshtune.data.section import DataSection
 from meshtune.data.shapes import CONVERSATIONAL
 from meshtune.layout.section import DistributedSection
 from meshtune.models.adapters.section import AdapterSection
+from meshtune.models.quantization.section import QuantizationSection
 from meshtune.models.section import ModelSection
 from meshtune.observe.section import LoggingSection
 from meshtune.optim.schedule import LRSchedulerSection
 from meshtune.optim.section import OptimizerSection
+from meshtune.recipes import quantizing
 from meshtune.training.best import COMPARED
 from meshtune.training.section import TrainingSection
 
@@ -33,6 +35,9 @@ class Recipe(Section):
     model: ModelSection = Field(description="Which model, and in what form.")
     peft: AdapterSection | None = Field(
         None, description="Train an adapter beside the frozen model. Without it every weight is trained."
+    )
+    quantization: QuantizationSection | None = Field(
+        None, description="Hold the frozen weights in few bits (QLoRA). Without it they keep the checkpoint's dtype."
     )
     distributed: DistributedSection = Field(default_factory=DistributedSection, description="The mesh.")
     data: DataSection = Field(description="What the model learns from.")
@@ -56,6 +61,7 @@ class Recipe(Section):
             if getattr(self.training, key) is not None and not self.data.validation_names:
                 yield f"training.{key}", "has no effect without data.validation_path or data.validation_size"
         yield from self._checkpoint_problems()
+        yield from quantizing.problems(self)
         if self.model.dtype in ("bfloat16", "float16") and self.training.precision == "fp32":
             yield (
                 "training.precision",
