@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from meshtune.layout.pieces import Piece, Rectangle
+from meshtune.layout.pieces import Piece, Rectangle, aliases, named_pieces, whole_shape
+from meshtune.optim.rounding import Position
 
 
 def own_slice(whole: Tensor, like: Tensor, piece: Piece | None = None) -> Tensor:
@@ -38,6 +39,19 @@ def own_rectangles(tensor: Tensor, piece: Piece | None) -> list[Rectangle]:
     if piece is not None:
         return list(piece.rectangles(offset, shape))
     return [Rectangle(offset, (0,) * len(shape), shape)] if math.prod(shape) else []
+
+
+def positions(model: nn.Module) -> dict[nn.Parameter, Position]:
+    """Of each parameter of a sharded model, what this rank has of it. A tied one goes by its name in checkpoints."""
+    pieces, names = named_pieces(model), aliases(model)
+    return {
+        parameter: Position(
+            names.get(name, name),
+            whole_shape(parameter.shape, pieces.get(name)),
+            own_rectangles(parameter, pieces.get(name)),
+        )
+        for name, parameter in model.named_parameters()
+    }
 
 
 def local_of(tensor: Tensor) -> Tensor:

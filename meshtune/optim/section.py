@@ -46,6 +46,12 @@ class OptimizerSection(Section):
         description="sgd only: decay of the running gradient. Default 0, which keeps none.",
     )
     nesterov: bool | None = Field(default=None, description="sgd only: Nesterov's form of momentum. Default false.")
+    rounding: Literal["nearest", "stochastic", "kahan"] | None = Field(
+        default=None,
+        description="How weights that are held in bfloat16 (`model.dtype: bfloat16`) are rounded after an update: `stochastic` up "
+        "or down by chance, so that the mean is exact; `kahan` to the nearest, keeping what that takes away beside them; `nearest` "
+        "alone loses small updates. Default there: stochastic.",
+    )
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Settings of the other optimizer, and values out of range."""

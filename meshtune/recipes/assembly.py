@@ -20,6 +20,7 @@ from meshtune.observe import training_flops_per_token
 from meshtune.parallel import Parallel, Settings, replicate, shard
 from meshtune.recipes.objectives import next_token, next_token_scores
 from meshtune.recipes.plans import declare
+from meshtune.recipes.rounding import rounded
 from meshtune.recipes.saving import RunSaver
 from meshtune.training.best import BestMetric
 from meshtune.training.loop import Fit
@@ -71,6 +72,7 @@ def assemble(setup: Setup, parallel: Parallel, stop: SignalStop) -> tuple[Fit, T
     recipe, layout, device = setup.recipe, setup.layout, setup.world.device
     model = setup.model.model
     optimizer = recipe.optimizer.build(model.named_modules(), recipe.training.learning_rate)
+    optimizer = rounded(optimizer, recipe, model)
     loader = Loader(setup.course.order, **_share(setup))
     group = background_group() if recipe.checkpoint.asynchronous else None
     keeper = Checkpointer(setup.run, model, optimizer, recipe.checkpoint.keep, group)

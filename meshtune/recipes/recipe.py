@@ -18,7 +18,7 @@ from meshtune.models.section import ModelSection
 from meshtune.observe.section import LoggingSection
 from meshtune.optim.schedule import LRSchedulerSection
 from meshtune.optim.section import OptimizerSection
-from meshtune.recipes import quantizing
+from meshtune.recipes import quantizing, rounding
 from meshtune.training.best import COMPARED
 from meshtune.training.section import TrainingSection
 
@@ -67,6 +67,7 @@ class Recipe(Section):
                 "training.precision",
                 f"fp32 cannot be computed with weights held in {self.model.dtype}; use `model.dtype: auto` or float32",
             )
+        yield from rounding.problems(self)
         if self.recipe == "pretrain" and self.data.format in CONVERSATIONAL:
             yield "data.format", f"`{self.data.format}` belongs to `recipe: sft`; pretraining reads `text` or `tokens`"
         if self.data.streaming:

@@ -15,7 +15,7 @@ from meshtune.checkpoint.folder import Complete, sweep
 from meshtune.errors import CheckpointError
 from meshtune.layout.absent import wait_at_most
 from meshtune.layout.world import World, connect
-from meshtune.recipes import folder, planning
+from meshtune.recipes import folder, planning, rounding
 from meshtune.recipes.recipe import Recipe
 from meshtune.training.signals import Interrupted, SignalStop
 from meshtune.training.state import TrainState
@@ -233,8 +233,7 @@ def describe(setup: Setup, changes: list[str]) -> list[str]:
     ]
     for name, data in setup.validation_data.items():
         lines += [f"validation  {name + ': ' if name else ''}{line}" for line in data.report.summary()]
-    if recipe.model.dtype == "bfloat16":
-        lines.append("WARNING     weights are held in bfloat16: updates below its rounding are lost")
+    lines += rounding.notes(recipe)
     if setup.resume is not None:
         lines.append(f"resuming    from {setup.resume.path}, after step {setup.resume.step}")
     return [*lines, *changes]

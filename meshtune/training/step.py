@@ -85,14 +85,15 @@ class TrainStep:
         result.metrics.update(self.parallel.metrics)
         result.verdict = self._judge(result, step)
         if result.verdict.action == "accept":
-            self._update(norm, learning_rate)
+            self._update(norm, step, learning_rate)
         self.optimizer.zero_grad(set_to_none=True)
         return result
 
-    def _update(self, norm: Tensor, learning_rate: float) -> None:
+    def _update(self, norm: Tensor, step: int, learning_rate: float) -> None:
         clip_grad_norm_(self._parameters(), self.max_grad_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)
+            group["train_step"] = step
         self.optimizer.step()
 
     def _totals(self, batches: Sequence[Batch]) -> tuple[int, int, Requests]:

@@ -1,0 +1,68 @@
+"""How weights that are held in bfloat16 are rounded: what a recipe says of it, and the optimizer that does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from meshtune.recipes.recipe import Recipe
+
+# Each element of a parameter by itself, so that they can be stepped on slices.
+ELEMENTWISE = frozenset({"adamw", "sgd", "lion", "schedule_free_adamw"})
+
+
+def rounding(recipe: Recipe) -> Literal["nearest", "stochastic", "kahan"] | None:
+    """The rounding of this recipe's weights; None where none that is trained is held in bfloat16."""
+    if not _held_in_bfloat16(recipe):
+        return None
+    return recipe.optimizer.rounding or ("stochastic" if recipe.optimizer.name in ELEMENTWISE else "nearest")
+
+
+def problems(recipe: Recipe) -> Iterable[tuple[str, str]]:
+    """Settings of rounding that have no effect, or cannot be."""
+    asked, name = recipe.optimizer.rounding, recipe.optimizer.name
+    if asked is None:
+        return
+    if not _held_in_bfloat16(recipe):
+        key = "model.dtype" if recipe.peft is None else "peft.dtype"
+        yield (
+            "optimizer.rounding",
+            f"has no effect on weights held in float32; leave it out, or write `{key}: bfloat16`",
+        )
+    elif asked != "nearest" and name not in ELEMENTWISE:
+        possible = ", ".join(sorted(ELEMENTWISE))
+        yield (
+            "optimizer.rounding",
+            f"{asked} is made for optimizers that treat each element by itself ({possible}), not for {name}; "
+            "write `nearest`, or hold the weights in float32",
+        )
+
+
+def notes(recipe: Recipe) -> list[str]:
+    """What a run says of it at start."""
+    chosen = rounding(recipe)
+    if chosen is None:
+        return []
+    if chosen == "nearest":
+        return ["WARNING     weights are held in bfloat16 and rounded to the nearest: updates below that are lost"]
+    default = "" if recipe.optimizer.rounding else " (the default for weights held in bfloat16)"
+    return [f"rounding    {chosen}{default}"]
+
+
+def rounded(optimizer: torch.optim.Optimizer, recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    """`optimizer`, made to round as `recipe` says, over the parameters of the sharded `model`."""
+    chosen = rounding(recipe)
+    if chosen is None or chosen == "nearest":
+        return optimizer
+    from meshtune.models.placing import positions
+    from meshtune.optim.slices import Rounding, Sliced
+
+    return Sliced(optimizer, Rounding(chosen, recipe.seed, positions(model)))
+
+
+def _held_in_bfloat16(recipe: Recipe) -> bool:
+    return (recipe.model.dtype if recipe.peft is None else recipe.peft.dtype) == "bfloat16"
