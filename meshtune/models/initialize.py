@@ -59,11 +59,11 @@ def _initialize(
     model: PreTrainedModel, blocks: list[tuple[str, _Members]], seed: int, device: torch.device, parameters: bool
 ) -> None:
     owners = _owners(model)
-    constructed = Constructed(model, _seed_of(seed, ""))
+    constructed = Constructed(model, seed_of(seed, ""))
     for name, members in blocks:
         block = [tensor for path, module in members for tensor in _materialize(path, module)]
         with torch.random.fork_rng(devices=[]), guard_torch_init_functions():
-            torch.manual_seed(_seed_of(seed, name))
+            torch.manual_seed(seed_of(seed, name))
             for path, module in reversed(members):  # children before their parents, as transformers itself does
                 owners[path]._initialize_weights(module, owners[path].is_custom_code())
         for tensor in block:
@@ -170,5 +170,6 @@ def fill(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
         local_of(tensor).copy_(own_slice(weights[name], tensor, pieces.get(name)))
 
 
-def _seed_of(seed: int, name: str) -> int:
+def seed_of(seed: int, name: str) -> int:
+    """A seed of its own for what is called `name`."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
