@@ -68,25 +68,25 @@ def trainer(folder: Path, steps: int, work: Work) -> None:
     Trainer(model, arguments, data_collator=collate, train_dataset=data, callbacks=[_recording(folder, seen)]).train()
 
 
-def trl(folder: Path, steps: int, work: Work, **mode: Any) -> None:
-    """TRL's SFTTrainer on conversations, its own preparation included."""
+def trl(folder: Path, steps: int, work: Work, more: dict[str, Any] | None = None, **mode: Any) -> None:
+    """TRL's SFTTrainer on conversations, its own preparation included; `more` are further arguments of it."""
     from datasets import load_dataset
     from trl import SFTConfig, SFTTrainer
 
     seen: list[tuple[int, int]] = []
     sizes = {"per_device_train_batch_size": work.packs} if mode.get("packing") else {}
     arguments = SFTConfig(
-        **{**_arguments(folder, steps, work), **sizes},
-        **mode,
+        **{**_arguments(folder, steps, work), **sizes, "gradient_checkpointing": False, **mode},
         max_length=None
         if mode.get("padding_free")
         else work.longest,  # TRL takes none beside padding_free; no row is longer
         assistant_only_loss=True,
-        gradient_checkpointing=False,
         model_init_kwargs={"dtype": "float32"},
     )
     data = load_dataset("json", data_files=str(folder / "train.jsonl"), split="train", cache_dir=str(folder / "hf"))
-    tuner = SFTTrainer(str(folder / "model"), arguments, train_dataset=data, callbacks=[_recording(folder, seen)])
+    tuner = SFTTrainer(
+        str(folder / "model"), arguments, train_dataset=data, callbacks=[_recording(folder, seen)], **(more or {})
+    )
     inner = tuner.data_collator
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:

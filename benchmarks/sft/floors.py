@@ -172,7 +172,7 @@ def _resident() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    from benchmarks.sft.__main__ import setting
+    from benchmarks.sft.measuring import setting
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8)
