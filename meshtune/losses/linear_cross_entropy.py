@@ -49,6 +49,7 @@ def linear_cross_entropy(
     head_parameters: Sequence[nn.Parameter],
     chunk_size: int | None = None,
     vocabulary: VocabularyPart | None = None,
+    gradient_scale: float = 1.0,
 ) -> Tensor:
     """Sum over rows of `-log softmax(head(hidden_states))[target]`, in float32.
 
@@ -69,6 +70,8 @@ def linear_cross_entropy(
         chunk_size: most rows at once; None takes `default_chunk_size`.
         vocabulary: where the head gives the logits of a part of the vocabulary only. Rows and targets are the same on all its
             ranks, and so are the result and the gradient of `hidden_states`. Ranks exchange three numbers a row, never logits.
+        gradient_scale: what the incoming gradient is expected to be. Gradients are computed multiplied by it, so that in float16
+            they under- and overflow as those of the scaled loss would; another incoming gradient costs precision, no more.
 
     Returns:
         0-d float32. Its backward can run once.
@@ -87,7 +90,9 @@ def linear_cross_entropy(
         raise ValueError(f"chunk_size is {chunk_size}, want at least 1 row")
     parameters = list({id(p): p for p in head_parameters}.values())
     if torch.is_grad_enabled() and any(t.requires_grad for t in (hidden_states, *parameters)):
-        return _LinearCrossEntropy.apply(hidden_states, targets, head, chunk_size, vocabulary, *parameters)
+        return _LinearCrossEntropy.apply(
+            hidden_states, targets, head, chunk_size, vocabulary, gradient_scale, *parameters
+        )
     return token_scores(hidden_states, targets, head, chunk_size, vocabulary)[0]
 
 
@@ -161,6 +166,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         head: Head,
         chunk_size: int,
         vocabulary: VocabularyPart | None,
+        gradient_scale: float,
         *parameters: nn.Parameter,
     ) -> Tensor:
         trainable = [p for p in parameters if p.requires_grad]
@@ -173,8 +179,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits = head(chunk)
             if rows.start == 0:
                 _check_complete(logits, [chunk, *trainable])
-            chunk_loss, logits_gradient = _cross_entropy_and_gradient(logits.detach(), targets[rows], vocabulary)
+            chunk_loss, gradient = _cross_entropy_and_gradient(logits.detach(), targets[rows], vocabulary)
             loss_sum += chunk_loss
+            logits_gradient = (gradient if gradient_scale == 1.0 else gradient.mul_(gradient_scale)).to(logits.dtype)
             inputs = [*([] if hidden_gradient is None else [chunk]), *trainable]
             parts = list(torch.autograd.grad(logits, inputs, logits_gradient, allow_unused=True))
             if hidden_gradient is not None:
@@ -186,6 +193,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         own = (torch.zeros_like(p) if g is None else g for g, p in zip(gradients, trainable, strict=True))
         ctx.parameter_gradients = [next(own) if p.requires_grad else None for p in parameters]
         ctx.dtypes = [p.dtype for p in parameters]
+        ctx.gradient_scale = gradient_scale
         return loss_sum
 
     @staticmethod
@@ -193,14 +201,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.parameter_gradients is None:
             raise RuntimeError("linear_cross_entropy keeps its gradients for one backward only; compute the loss again")
-        (scale,) = grad_outputs
+        scale = grad_outputs[0] / ctx.gradient_scale
         hidden_gradient, parameter_gradients = ctx.hidden_gradient, ctx.parameter_gradients
         ctx.hidden_gradient = ctx.parameter_gradients = None
         scaled = [
             None if g is None else g.mul_(scale).to(dtype)
             for g, dtype in zip(parameter_gradients, ctx.dtypes, strict=True)
         ]
-        return (None if hidden_gradient is None else hidden_gradient.mul_(scale), None, None, None, None, *scaled)
+        return (None if hidden_gradient is None else hidden_gradient.mul_(scale), *[None] * 5, *scaled)
 
 
 def _chunks(rows: int, chunk_size: int) -> Iterator[slice]:
@@ -213,7 +221,7 @@ def _chunks(rows: int, chunk_size: int) -> Iterator[slice]:
 def _cross_entropy_and_gradient(
     logits: Tensor, targets: Tensor, vocabulary: VocabularyPart | None
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy of `logits` [m, V], summed, and its gradient (softmax minus one-hot) in their dtype.
+    """Cross entropy of `logits` [m, V], summed, and its gradient (softmax minus one-hot) in float32.
 
     One float32 buffer serves as log-softmax and then as gradient: autograd would hold three.
     """
@@ -224,7 +232,7 @@ def _cross_entropy_and_gradient(
     loss_sum = -log_probabilities.gather(-1, index).sum()
     gradient = log_probabilities.exp_()
     gradient.scatter_add_(-1, index, gradient.new_full((1, 1), -1.0).expand_as(index))
-    return loss_sum, gradient.to(logits.dtype)
+    return loss_sum, gradient
 
 
 def _of_a_part(logits: Tensor, targets: Tensor, vocabulary: VocabularyPart) -> tuple[Tensor, Tensor]:
@@ -247,7 +255,7 @@ def _of_a_part(logits: Tensor, targets: Tensor, vocabulary: VocabularyPart) -> t
     loss_sum = (top + total.log() - told[:, 2].sum(0)).sum()
     gradient.mul_(((largest - top).exp() / total).unsqueeze(-1))
     gradient.scatter_add_(-1, index, -own.to(gradient.dtype).unsqueeze(-1))
-    return loss_sum, gradient[:, :width].to(logits.dtype)
+    return loss_sum, gradient[:, :width]
 
 
 def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:

@@ -23,6 +23,7 @@ from meshtune.layout import Layout
 from meshtune.layout.pieces import piece_of
 from meshtune.layout.span import Span
 from meshtune.losses import VocabularyPart
+from meshtune.models.adapters.view import base_view
 from meshtune.models.documents import ContextParallel, documents, positions_restart
 from meshtune.models.whole_sequences import give_whole_sequences
 
@@ -133,6 +134,8 @@ class CausalLM(nn.Module):
         self._trunk_path = _trunk_path(model, path)
         self.vocabulary: VocabularyPart | None = None
         """The rows of the vocabulary that the head has where tensor parallelism cuts it."""
+        self.gradient_scale = 1.0
+        """What a loss sum is multiplied with before its backward, where gradients are computed in float16; else 1."""
         self._trunk_width = getattr(model.config.get_text_config(decoder=True), "hidden_size", None)
         self._span = Span()
         self._received: Tensor | None = None
@@ -142,7 +145,7 @@ class CausalLM(nn.Module):
         self.context = ContextParallel(layout.peers("cp"), layout.cp_method) if layout.size("cp") > 1 else None
         if self.context is not None:
             give_whole_sequences(self.model, self._whole)
-        head = self.model.get_submodule(self._head_path)
+        head = base_view(self.model).get_submodule(self._head_path)
         piece = piece_of(head, "weight")
         if piece is not None:
             self.vocabulary = VocabularyPart(piece.spans[0][0], piece.shape[0], layout.peers(piece.axis))

@@ -10,7 +10,7 @@ from meshtune.observe.flops import (
 from meshtune.observe.memory import peak_memory_bytes
 from meshtune.observe.metrics import Recorder
 from meshtune.observe.plots import loss_png
-from meshtune.observe.precision import choose_precision, measure_matmul_flops
+from meshtune.observe.precision import choose_precision, compute_dtype, measure_matmul_flops
 from meshtune.observe.progress import Progress, make_progress
 from meshtune.observe.report import write_report
 from meshtune.observe.section import LoggingSection
@@ -24,6 +24,7 @@ __all__ = [
     "Sink",
     "TensorBoardSink",
     "choose_precision",
+    "compute_dtype",
     "device_peak_flops",
     "environment",
     "loss_png",

@@ -1,4 +1,5 @@
-"""Which precision a device is good at, measured: some CPUs run bf16 hundreds of times slower than fp32."""
+"""The names of precisions, and which of fp32 and bf16 a device is good at, measured: some CPUs run bf16 hundreds of times
+slower than fp32."""
 
 from __future__ import annotations
 
@@ -10,6 +11,10 @@ if TYPE_CHECKING:
     import torch
 
 Precision = Literal["fp32", "bf16"]
+"""What `auto` chooses between: the others change what a run can stand, so they are for a user to ask for."""
+
+# Of what is computed neither in float32 nor in 8 bits.
+_COMPUTE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
 # bf16 costs accuracy, timing is noisy, and a training step gains less than its matrix products do (measured: 2.1 times the
 # products, 1.4 times the tokens per second): it has to be clearly quicker to be chosen.
@@ -17,6 +22,13 @@ _WORTHWHILE = 1.5
 _FIRST_SIZE = 64
 _LARGEST_SIZE = {"cpu": 1024}
 _LARGEST_SIZE_ACCELERATOR = 8192
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """What activations and gathered weights have in `training.precision`, `auto` excepted."""
+    import torch
+
+    return getattr(torch, _COMPUTE[precision])
 
 
 def choose_precision(device: torch.device | str) -> tuple[Precision, dict[str, float]]:

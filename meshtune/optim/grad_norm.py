@@ -65,7 +65,9 @@ def grad_norm(
     return (total if stages is None else stages.all_reduce(total)).sqrt()
 
 
-def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float | None, norm: Tensor) -> None:
+def clip_grad_norm_(
+    parameters: Iterable[nn.Parameter], max_norm: float | None, norm: Tensor, loss_scale: float = 1.0
+) -> None:
     """Scale every gradient in place by `min(1, max_norm / (norm + 1e-6))`, torch's own rule.
 
     Args:
@@ -73,12 +75,14 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float | None, 
         max_norm: None leaves the gradients as they are; 0 makes them zero.
         norm: 0-d, from `grad_norm`; it must be finite (check it first: inf would turn the gradients into
             NaN).
+        loss_scale: what gradients are too large by, and are divided by in any case; `norm` is that of what they are then.
     """
-    if max_norm is None:
+    if max_norm is None and loss_scale == 1.0:
         return
     gradients = [_local(p.grad) for p in parameters if p.grad is not None]
     if gradients:
-        torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        factor = norm.new_ones(()) if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_(gradients, factor / loss_scale)
 
 
 def _sharded_over(parameter: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:

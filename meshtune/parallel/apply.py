@@ -1,6 +1,6 @@
 """Apply a plan to a model on a layout. This file holds THE order:
 
-    pipeline cut, adapters, tensor and sequence parallelism, expert parallelism, context-parallel attention,
+    pipeline cut, adapters, float8, tensor and sequence parallelism, expert parallelism, context-parallel attention,
     activation checkpointing, compile, data parallelism
 
 `shard` works on the meta device, before any weight exists. DDP needs real storage, so `replicate` is called after the weights
@@ -25,6 +25,7 @@ from meshtune.parallel.activation_checkpointing import Mode, Reopening, checkpoi
 from meshtune.parallel.balance import Balance
 from meshtune.parallel.compile import compile_units
 from meshtune.parallel.experts import dispatch, shard_experts
+from meshtune.parallel.float8 import Float8, swap
 from meshtune.parallel.stages import Stages
 from meshtune.parallel.tensor import cut_parameters, parallelize, shared_parameters
 
@@ -41,6 +42,8 @@ class Settings:
     pp_microbatches: int | None = None
     active_share: float = 1.0
     """Of stacked experts' parameters, what one token meets: stages are cut by cost."""
+    float8: Float8 | None = None
+    """Which layers multiply in float8, and how."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ def shard(root: nn.Module, model: nn.Module, layout: Layout, plan: Plan, setting
     cut = _cut_stages(root, model, layout, plan, settings)
     if cut is not None:
         plan = plan.on_stage(cut.blocks, [name for name, module in model.named_modules() if isinstance(module, Absent)])
+    if settings.float8 is not None:
+        swap(model, settings.float8)
     if layout.size("tp") > 1:
         parallelize(model, plan, layout, [stage.blocks for stage in cut.local] if cut else ())
     if layout.ep > 1:

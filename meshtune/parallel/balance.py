@@ -58,17 +58,18 @@ class Balance:
         finally:
             self._counts = False
 
-    def settle(self, gradient_divisor: int = 1) -> Tensor:
+    def settle(self, gradient_scale: float = 1.0) -> Tensor:
         """Add up what was counted on all ranks; call on every one. From here on backwards have the gradient of
 
             router_aux_loss_coef * loss
 
-        on top, multiplied with `gradient_divisor`, by which the reduction of gradients divides. Returns the loss, 0-d.
+        on top, multiplied with `gradient_scale`: what the reduction of gradients divides by, and the loss scale of float16.
+        Returns the loss, 0-d.
         """
         total = no_load(self._declared.experts, self._real.device) if self._total is None else self._total
         total = self._layout.peers("world").all_reduce(total)
         self._total = None
-        self._pull = pull(total) * (self._declared.coefficient * gradient_divisor)
+        self._pull = pull(total) * (self._declared.coefficient * gradient_scale)
         return load_balancing_loss(total)
 
     def see(self, output: Any, place: int, partial: bool) -> Any:

@@ -19,6 +19,7 @@ from meshtune.optim.grad_norm import grad_norm
 from meshtune.parallel.apply import Settings, Sharded
 from meshtune.parallel.balance import Balance, route_only
 from meshtune.parallel.context import cut
+from meshtune.parallel.float8 import gather_in_float8, precomputed_scales
 from meshtune.parallel.megatron import MegatronShards
 from meshtune.parallel.pipeline import Pipeline
 from meshtune.parallel.replicas import Replicas
@@ -38,7 +39,10 @@ class Parallel:
     """Forwards and backwards of micro-batches on any layout."""
 
     def __init__(self, root: nn.Module, model: nn.Module, layout: Layout, sharded: Sharded, settings: Settings):
-        self._layout, self._settings, self._balance = layout, settings, sharded.balance
+        self._root, self._layout, self._settings, self._balance = root, layout, settings, sharded.balance
+        self._gathers_in_float8 = settings.float8 is not None and settings.float8.all_gather
+        if settings.float8 is not None and settings.float8.all_gather:
+            gather_in_float8(model, settings.float8, layout.size("fsdp"))
         self._multiple = layout.size("tp") if layout.sequence_parallel else 1
         self._whole: _Whole | _Stages = (
             _Whole(_data_parallel(root, model, layout, sharded), self._autocast)
@@ -58,15 +62,23 @@ class Parallel:
         self.metrics: dict[str, Tensor] = {}
         """What the last optimizer step says of itself beside its loss: names to 0-d tensors, the same on every rank."""
 
-    def train(self, objective: Objective, batches: Sequence[Batch], scale: float) -> Tensor:
+    def train(
+        self, objective: Objective, batches: Sequence[Batch], scale: float, loss_scale: float | None = None
+    ) -> Tensor:
         """Forward and backward of this rank's micro-batches of one global batch, whose loss sums count `scale` times.
 
-        Returns the sum of their losses, 0-d, as far as this rank has computed it; every gradient is then complete.
+        With a `loss_scale` (float16) every gradient is that many times too large. Returns the sum of their losses, 0-d, as far
+        as this rank has computed it, without any scale; every gradient is then complete.
         """
         batches = self._own(batches)
+        divisor = self._whole.gradient_divisor
+        if loss_scale is not None:
+            scale *= loss_scale
+            self._root.gradient_scale = scale * divisor  # type: ignore[assignment]
         if self._balance is not None:
-            self._count_routes(self._balance, batches)
-        loss_sum = self._whole.train(objective, batches, scale)
+            self._count_routes(self._balance, batches, divisor * (loss_scale or 1.0))
+        with precomputed_scales(self._root) if self._gathers_in_float8 else nullcontext():
+            loss_sum = self._whole.train(objective, batches, scale)
         self._shared.add_up()
         return loss_sum
 
@@ -90,12 +102,12 @@ class Parallel:
             batches = [cut(batch, self._layout.peers("cp"), self._multiple) for batch in batches]
         return batches
 
-    def _count_routes(self, balance: Balance, batches: Sequence[Batch]) -> None:
+    def _count_routes(self, balance: Balance, batches: Sequence[Batch], gradient_scale: float) -> None:
         """Which experts the global batch goes to, found by a forward of its own, with the random numbers of the training one."""
         with torch.no_grad(), torch.random.fork_rng(), balance.counting():
             for batch in batches:
                 self._whole.evaluate(route_only, batch)
-        self.metrics["router_aux_loss"] = balance.settle(self._whole.gradient_divisor)
+        self.metrics["router_aux_loss"] = balance.settle(gradient_scale)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._layout.strategy != "fsdp2" and self._settings.compute_dtype != torch.float32:

@@ -16,14 +16,16 @@ from meshtune.models import hf
 from meshtune.models.causal_lm import CausalLM
 from meshtune.models.documents import reopening
 from meshtune.models.initialize import fill, initialize
-from meshtune.observe import training_flops_per_token
+from meshtune.observe import compute_dtype, training_flops_per_token
 from meshtune.parallel import Parallel, Settings, replicate, shard
+from meshtune.recipes import precision
 from meshtune.recipes.objectives import next_token, next_token_scores
 from meshtune.recipes.plans import declare
 from meshtune.recipes.rounding import rounded
 from meshtune.recipes.saving import RunSaver
 from meshtune.training.best import BestMetric
 from meshtune.training.loop import Fit
+from meshtune.training.loss_scale import LossScale
 from meshtune.training.reporting import Reporter
 from meshtune.training.requests import Requests
 from meshtune.training.signals import SignalStop
@@ -40,19 +42,22 @@ def build_model(setup: Setup, weights: Mapping[str, torch.Tensor] | None) -> tup
     """Meta model, plan, shards, weights. Of a run that is resumed, the checkpoint will fill the parameters."""
     source, device = setup.plan.source, setup.world.device
     training = setup.recipe.training
-    dtype = torch.bfloat16 if setup.precision == "bf16" else torch.float32
     model = hf.build(source, setup.attention.implementation)
+    root = CausalLM(model, whole=setup.attention.whole)
+    plan = declare(model, setup.findings, setup.layout)
+    float8 = precision.chosen(setup.recipe, device, model, plan, setup.layout)
+    if float8 is not None and setup.world.is_first:
+        print(f"fp8         {float8.summary()}", flush=True)
     settings = Settings(
-        dtype,
+        compute_dtype(setup.precision),
         training.activation_checkpointing,
         training.compile,
         reopening,
         setup.recipe.distributed.pp_schedule or "1f1b",
         setup.recipe.distributed.pp_microbatches,
         _active_share(model.config.get_text_config(decoder=True)),
+        float8=float8,
     )
-    root = CausalLM(model, whole=setup.attention.whole)
-    plan = declare(model, setup.findings, setup.layout)
     setup.flops_per_token = _flops_per_token(setup, model)
     sharded = shard(root, model, setup.layout, plan, settings)
     if setup.resume is not None:
@@ -78,11 +83,14 @@ def assemble(setup: Setup, parallel: Parallel, stop: SignalStop) -> tuple[Fit, T
     keeper = Checkpointer(setup.run, model, optimizer, recipe.checkpoint.keep, group)
     setup.world.from_first(lambda: check_space(setup.run, bytes_needed(model, optimizer)))
     saver, guard = RunSaver(setup, keeper), recipe.training.guard()
+    loss_scale = LossScale() if compute_dtype(setup.precision) == torch.float16 else None
     state = TrainState()
     if setup.resume is not None:
         state = saver.resume(setup.resume.path)
         loader.load_state_dict(state.loader)
         guard.load_state_dict(state.guard)
+        if loss_scale is not None:
+            loss_scale.load_state_dict(state.loss_scale)
     step = TrainStep(
         parallel,
         setup.model,
@@ -94,6 +102,7 @@ def assemble(setup: Setup, parallel: Parallel, stop: SignalStop) -> tuple[Fit, T
         recipe.seed,
         lambda: Requests(*stop.requested(), int(saver.is_due()), int(saver.has_failed())),
         guard,
+        loss_scale,
     )
     parts = Fit(
         step=step,
@@ -103,6 +112,7 @@ def assemble(setup: Setup, parallel: Parallel, stop: SignalStop) -> tuple[Fit, T
         saver=saver,
         save_every=recipe.checkpoint.every_steps,
         guard=guard,
+        loss_scale=loss_scale,
         best=BestMetric.named(recipe.checkpoint.best_metric),
         validate=_validator(setup, parallel),
         validate_every=recipe.training.eval_every_steps,
@@ -176,6 +186,5 @@ def _flops_per_token(setup: Setup, model: PreTrainedModel) -> float:
 
 
 def _active_share(config: Any) -> float:
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    experts = next((n for name in names if isinstance(n := getattr(config, name, None), int) and n), 1)
+    experts = precision.experts_of(config) or 1
     return min(1.0, (getattr(config, "num_experts_per_tok", None) or experts) / experts)

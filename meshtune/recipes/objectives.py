@@ -13,7 +13,12 @@ def next_token(model: CausalLM, batch: Batch) -> tuple[Tensor, Tensor, dict[str,
     """Summed cross-entropy of the supervised next tokens, and their number; the head sees no other position."""
     hidden_states, targets = _supervised(model, batch)
     loss_sum = linear_cross_entropy(
-        hidden_states, targets, model.head, model.head_parameters, vocabulary=model.vocabulary
+        hidden_states,
+        targets,
+        model.head,
+        model.head_parameters,
+        vocabulary=model.vocabulary,
+        gradient_scale=model.gradient_scale,
     )
     return loss_sum, (batch.shift_labels != IGNORED_LABEL).sum(), {}
 

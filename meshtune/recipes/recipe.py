@@ -18,7 +18,7 @@ from meshtune.models.section import ModelSection
 from meshtune.observe.section import LoggingSection
 from meshtune.optim.schedule import LRSchedulerSection
 from meshtune.optim.section import OptimizerSection
-from meshtune.recipes import quantizing, rounding
+from meshtune.recipes import precision, quantizing, rounding
 from meshtune.training.best import COMPARED
 from meshtune.training.section import TrainingSection
 
@@ -62,11 +62,7 @@ class Recipe(Section):
                 yield f"training.{key}", "has no effect without data.validation_path or data.validation_size"
         yield from self._checkpoint_problems()
         yield from quantizing.problems(self)
-        if self.model.dtype in ("bfloat16", "float16") and self.training.precision == "fp32":
-            yield (
-                "training.precision",
-                f"fp32 cannot be computed with weights held in {self.model.dtype}; use `model.dtype: auto` or float32",
-            )
+        yield from precision.problems(self)
         yield from rounding.problems(self)
         if self.recipe == "pretrain" and self.data.format in CONVERSATIONAL:
             yield "data.format", f"`{self.data.format}` belongs to `recipe: sft`; pretraining reads `text` or `tokens`"

@@ -15,7 +15,8 @@ from meshtune.checkpoint.folder import Complete, sweep
 from meshtune.errors import CheckpointError
 from meshtune.layout.absent import wait_at_most
 from meshtune.layout.world import World, connect
-from meshtune.recipes import folder, planning, rounding
+from meshtune.observe import compute_dtype
+from meshtune.recipes import folder, planning, precision, rounding
 from meshtune.recipes.recipe import Recipe
 from meshtune.training.signals import Interrupted, SignalStop
 from meshtune.training.state import TrainState
@@ -180,7 +181,7 @@ class Setup:
         """What `auto` chose when a run began stays for all of it, wherever it is resumed."""
         stored = self.resume.manifest.get("precision") if self.resume is not None else None
         asked = self.recipe.training.precision
-        return choose_compute(stored if stored and asked == "auto" else asked, self.recipe, self.world.device)
+        return precision.choose_compute(stored if stored and asked == "auto" else asked, self.recipe, self.world.device)
 
     def _open_folder(self) -> tuple[Complete | None, list[str]]:
         """Take the run folder, check that its checkpoint belongs to this recipe and data, then write its facts.
@@ -233,6 +234,7 @@ def describe(setup: Setup, changes: list[str]) -> list[str]:
     ]
     for name, data in setup.validation_data.items():
         lines += [f"validation  {name + ': ' if name else ''}{line}" for line in data.report.summary()]
+    lines += precision.notes(recipe, setup.precision, setup.world.device)
     lines += rounding.notes(recipe)
     if setup.resume is not None:
         lines.append(f"resuming    from {setup.resume.path}, after step {setup.resume.step}")
@@ -241,26 +243,6 @@ def describe(setup: Setup, changes: list[str]) -> list[str]:
 
 def _by_auto(asked: str) -> str:
     return " (chosen by auto)" if asked == "auto" else ""
-
-
-def choose_compute(asked: str, recipe: Recipe, device: torch.device) -> tuple[str, float | None]:
-    """The compute precision, and the peak FLOP/s of one device in it, for the MFU."""
-    from meshtune.observe import choose_precision, device_peak_flops
-
-    if asked == "auto" and recipe.model.dtype == "bfloat16":
-        asked = "bf16"
-    if asked != "auto" and device.type == "cuda":
-        return asked, device_peak_flops(device, compute_dtype(asked))
-    choice, measured = choose_precision(device)
-    asked = choice if asked == "auto" else asked
-    stated = device_peak_flops(device, compute_dtype(asked))
-    return asked, stated or measured[asked]
-
-
-def compute_dtype(precision: str) -> torch.dtype:
-    import torch
-
-    return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
 def _meeting_place(run: Path) -> Path:

@@ -17,9 +17,10 @@ from typing import Any, Literal
 
 from meshtune.errors import TrainingError
 
-Action = Literal["accept", "skip", "rollback", "stop"]
-ACTIONS: tuple[Action, ...] = ("accept", "skip", "rollback", "stop")
-"""From the mildest; ranks that disagree take the strictest."""
+Action = Literal["accept", "rescale", "skip", "rollback", "stop"]
+ACTIONS: tuple[Action, ...] = ("accept", "rescale", "skip", "rollback", "stop")
+"""From the mildest; ranks that disagree take the strictest. `rescale` is no judgement of a guard's: a step of float16 whose
+gradients have overflowed by their loss scale."""
 
 BAD_STEPS_WITHIN = 100
 """So many steps in a row may hold `max_bad_steps` bad ones."""

@@ -16,6 +16,7 @@ from meshtune.errors import TrainingError
 from meshtune.training.best import BestMetric
 from meshtune.training.guard import Guard
 from meshtune.training.hooks import Hook
+from meshtune.training.loss_scale import LossScale
 from meshtune.training.signals import Interrupted
 from meshtune.training.state import TrainState
 from meshtune.training.step import StepResult
@@ -69,6 +70,7 @@ class Fit:
     saver: Saver | None = None
     save_every: int | None = None
     guard: Guard = field(default_factory=Guard)
+    loss_scale: LossScale | None = None
     best: BestMetric | None = None
     validate: Callable[[], dict[str, float | int]] | None = None
     validate_every: int | None = None
@@ -147,6 +149,8 @@ def _roll_back(parts: Fit, state: TrainState, hooks: Sequence[Hook], result: Ste
     state.become(parts.saver.roll_back())
     parts.loader.load_state_dict(state.loader)
     parts.guard.load_state_dict(state.guard)
+    if parts.loss_scale is not None:
+        parts.loss_scale.load_state_dict(state.loss_scale)
     for hook in hooks:
         hook.on_rollback(state, result, bad_step)
 
@@ -174,6 +178,7 @@ def _save(parts: Fit, state: TrainState, hooks: Sequence[Hook]) -> None:
     for hook in hooks:
         hook.on_save(state)
     state.guard = parts.guard.state_dict()
+    state.loss_scale = {} if parts.loss_scale is None else parts.loss_scale.state_dict()
     parts.saver.save(state)
 
 

@@ -80,7 +80,8 @@ class Reporter(Hook):
 
     def _record(self, result: StepResult) -> None:
         self.recorder.record("loss_sum", result.loss_sum, "sum")
-        self.recorder.record("grad_norm", result.grad_norm, "last")
+        if result.verdict.action != "rescale":
+            self.recorder.record("grad_norm", result.grad_norm, "last")
         self.recorder.record("tokens", result.tokens, "sum")
         self.recorder.record("supervised_tokens", result.supervised_tokens, "sum")
         self.recorder.record("seconds", result.seconds, "sum")
@@ -91,7 +92,7 @@ class Reporter(Hook):
 
     def _log(self, state: TrainState, learning_rate: float, epoch: float) -> None:
         """The loss of an interval is over all its supervised tokens; tokens are those of the interval. Of an interval whose steps
-        were all skipped there is nothing to say."""
+        were all skipped there is nothing to say; one whose steps all overflowed (float16) has no gradient norm."""
         values = self.recorder.flush()
         if not values:
             return
@@ -100,7 +101,7 @@ class Reporter(Hook):
             "step": state.step,
             "epoch": epoch,
             "loss": values["loss_sum"] / values["supervised_tokens"],
-            "grad_norm": values["grad_norm"],
+            "grad_norm": values.get("grad_norm"),
             "learning_rate": learning_rate,
             "tokens": values["tokens"],
             "supervised_tokens": values["supervised_tokens"],

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from meshtune.config import Section
 from meshtune.errors import RecipeError
+from meshtune.training.float8 import Float8Section
 from meshtune.training.guard import Guard
 
 _LARGEST_DERIVED_BATCH = 8
@@ -37,10 +38,14 @@ class TrainingSection(Section):
     max_grad_norm: float | None = Field(
         1.0, gt=0, description="Gradients are scaled down to this global L2 norm. null: no clipping."
     )
-    precision: Literal["auto", "fp32", "bf16"] = Field(
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
         "auto",
         description="Compute precision; master weights, optimizer state and reductions follow `model.dtype`. "
-        "`auto` measures once whether the device is quicker in bf16, and prints the choice.",
+        "`auto` measures once whether the device is quicker in bf16 than in fp32, and prints the choice. fp16 scales the loss; "
+        "fp8 is bf16 with the products of linear layers in 8 bits.",
+    )
+    fp8: Float8Section | None = Field(
+        None, description="How products are computed with `precision: fp8`. Default there: torchao, tensorwise."
     )
     activation_checkpointing: Literal["none", "full", "selective"] = Field(
         "none",
@@ -87,6 +92,8 @@ class TrainingSection(Section):
                 "global_batch_size",
                 f"{large} is not a multiple of per_device_batch_size {small}; write {' or '.join(map(str, multiples))}",
             )
+        if self.fp8 is not None and self.precision != "fp8":
+            yield "fp8", f"has no effect with precision: {self.precision}; write `precision: fp8`, or leave it out"
         if self.on_loss_spike == "ignore":
             for key in ("spike_window", "spike_threshold"):
                 if getattr(self, key) is not None:

@@ -13,7 +13,8 @@ from meshtune.errors import CheckpointError
 class TrainState:
     """`step` optimizer steps are done; `loader` is the global data cursor after them, `recorded` what has been recorded
     since the last logging step, and `validation_due` says that a signal kept a validation from being run. `best` is the step
-    with the best validation (`step`, `metric`, `value`), and `guard` what its guard knows of the losses.
+    with the best validation (`step`, `metric`, `value`), `guard` what its guard knows of the losses, and `loss_scale` that of
+    float16.
 
     There is no random state: the numbers of a step follow from seed, step and rank (`step.seed_ranks`).
     """
@@ -26,6 +27,7 @@ class TrainState:
     validation_due: bool = False
     best: dict[str, Any] | None = None
     guard: dict[str, Any] = field(default_factory=dict)
+    loss_scale: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -17,6 +17,7 @@ from meshtune.models.causal_lm import CausalLM
 from meshtune.optim.grad_norm import clip_grad_norm_
 from meshtune.parallel import Objective, Parallel
 from meshtune.training.guard import ACTIONS, Guard, Verdict
+from meshtune.training.loss_scale import LossScale
 from meshtune.training.requests import Requests
 
 _LARGEST_EXPONENT = 700.0  # of which a float64 still holds the exponential
@@ -38,7 +39,7 @@ class StepResult:
     requests: Requests = field(default_factory=Requests)
     seconds: float = 0.0
     data_wait: float = 0.0
-    metrics: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, Tensor | float] = field(default_factory=dict)
     verdict: Verdict = field(default_factory=Verdict)
     rows: list[int | str] = field(default_factory=list)
 
@@ -58,11 +59,13 @@ class TrainStep:
         seed: int,
         requests: Callable[[], Requests] = Requests,
         guard: Guard | None = None,
+        loss_scale: LossScale | None = None,
     ):
-        """`requests` says what this rank asks of the loop; `guard` judges each step (default: what is not finite stops)."""
+        """`requests` says what this rank asks of the loop; `guard` judges each step (default: what is not finite stops);
+        `loss_scale` is needed where `parallel` computes in float16."""
         self.parallel, self.model, self.objective, self.optimizer = parallel, model, objective, optimizer
         self.layout, self.device, self.max_grad_norm, self.seed = layout, device, max_grad_norm, seed
-        self.requests, self.guard = requests, guard or Guard()
+        self.requests, self.guard, self.loss_scale = requests, guard or Guard(), loss_scale
 
     def __call__(self, batches: Sequence[Batch], step: int, learning_rate: float) -> StepResult:
         """Train on this rank's `batches` of 0-based optimizer step `step`, unless the guard finds it bad: then no weight and no
@@ -78,19 +81,22 @@ class TrainStep:
                 f"step {step + 1}: no token of the global batch is supervised, so there is no loss to train on"
             )
         seed_ranks(self.seed, step, random_stream(self.layout))
-        loss_sum = self.parallel.train(self.objective, [batch.to(self.device) for batch in batches], 1 / supervised)
-        loss_sum = total_loss(loss_sum, self.layout)
-        norm = self.parallel.grad_norm(self._parameters())
+        scale = None if self.loss_scale is None else self.loss_scale.value
+        own = [batch.to(self.device) for batch in batches]
+        loss_sum = total_loss(self.parallel.train(self.objective, own, 1 / supervised, scale), self.layout)
+        norm = self.parallel.grad_norm(self._parameters()) / (scale or 1.0)
         result = StepResult(loss_sum / supervised, loss_sum, norm, tokens, supervised, requests)
         result.metrics.update(self.parallel.metrics)
         result.verdict = self._judge(result, step)
         if result.verdict.action == "accept":
-            self._update(norm, step, learning_rate)
+            self._update(norm, step, learning_rate, scale or 1.0)
+        if self.loss_scale is not None and scale is not None:
+            result.metrics.update(loss_scale=scale, overflows=self.loss_scale.overflows)
         self.optimizer.zero_grad(set_to_none=True)
         return result
 
-    def _update(self, norm: Tensor, step: int, learning_rate: float) -> None:
-        clip_grad_norm_(self._parameters(), self.max_grad_norm, norm)
+    def _update(self, norm: Tensor, step: int, learning_rate: float, loss_scale: float) -> None:
+        clip_grad_norm_(self._parameters(), self.max_grad_norm, norm, loss_scale)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)
             group["train_step"] = step
@@ -109,8 +115,11 @@ class TrainStep:
     def _judge(self, result: StepResult, step: int) -> Verdict:
         """The guard's verdict, which every rank shares, noted. Raises TrainingError where it is to stop."""
         loss, norm = torch.stack([result.loss.float(), result.grad_norm.float()]).tolist()
-        verdict = self.guard.judge(loss, norm)
-        if self.guard.forgives:
+        if self.loss_scale is not None and self.loss_scale.overflowed(loss, norm):
+            verdict = Verdict("rescale", f"gradients overflowed at a loss scale of {self.loss_scale.value:g}")
+        else:
+            verdict = self.guard.judge(loss, norm)
+        if self.guard.forgives or self.loss_scale is not None:
             strictest = torch.tensor(ACTIONS.index(verdict.action), device=self.device)
             dist.all_reduce(strictest, dist.ReduceOp.MAX, group=self.layout.group("world"))
             action = ACTIONS[int(strictest)]
@@ -123,6 +132,11 @@ class TrainStep:
             )
         if verdict.action == "accept":
             self.guard.took(loss)
+            if self.loss_scale is not None:
+                self.loss_scale.took()
+        elif verdict.action == "rescale":
+            assert self.loss_scale is not None
+            self.loss_scale.lower()
         else:
             self.guard.found_bad(step + 1, verdict.reason)
         return verdict
