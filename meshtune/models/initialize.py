@@ -23,6 +23,8 @@ from meshtune.layout.span import Absent
 from meshtune.models.blocks import unit_names
 from meshtune.models.constructed import Constructed
 from meshtune.models.placing import has_value, local_of, own_slice, parameter_like, without_value
+from meshtune.models.quantization.linear import QuantizedLinear
+from meshtune.models.quantization.loading import held_names, put_quantised, quantised_layers
 
 _CPU = torch.device("cpu")
 _Members = list[tuple[str, nn.Module]]
@@ -61,13 +63,17 @@ def _initialize(
     owners = _owners(model)
     constructed = Constructed(model, seed_of(seed, ""))
     for name, members in blocks:
-        block = [tensor for path, module in members for tensor in _materialize(path, module)]
+        block: list[_Tensor | _QuantizedWeight] = []
+        for path, module in members:
+            if isinstance(module, QuantizedLinear):
+                block.append(_QuantizedWeight(path, module))
+            block += _materialize(path, module)
         with torch.random.fork_rng(devices=[]), guard_torch_init_functions():
             torch.manual_seed(seed_of(seed, name))
             for path, module in reversed(members):  # children before their parents, as transformers itself does
                 owners[path]._initialize_weights(module, owners[path].is_custom_code())
         for tensor in block:
-            if tensor.is_parameter and not parameters:
+            if isinstance(tensor, _Tensor) and tensor.is_parameter and not parameters:
                 tensor.held[tensor.name] = tensor.meta
             else:
                 tensor.fill_from(constructed)
@@ -147,6 +153,25 @@ class _Tensor:
             self.held[self.name] = current.to(device)
 
 
+class _QuantizedWeight:
+    """The weight of a quantised layer: whole and float in its place for now, as the model's rules of initialisation know it."""
+
+    def __init__(self, path: str, layer: QuantizedLinear):
+        self.path, self.layer = path, layer
+        self.meta = {name: layer._parameters.pop(name) for name in layer.codec.forms}
+        shape = (layer.out_features, layer.in_features)
+        whole = without_value(torch.empty(shape, dtype=layer.source_dtype, device="meta"), _CPU)
+        layer._parameters["weight"] = nn.Parameter(whole, requires_grad=False)
+
+    def fill_from(self, constructed: Constructed) -> None:
+        _Tensor(self.path + ".weight", self.layer, "weight", self.layer.weight).fill_from(constructed)
+
+    def keep_own_part(self, device: torch.device) -> None:
+        whole = self.layer.weight.data
+        self.layer._parameters.update(self.meta)
+        put_quantised(self.layer, whole, device)
+
+
 def _materialize(path: str, module: nn.Module) -> Iterator[_Tensor]:
     """Put whole CPU tensors without a value in the place of a module's own meta ones."""
     kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -160,14 +185,26 @@ def _materialize(path: str, module: nn.Module) -> Iterator[_Tensor]:
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """Copy whole tensors, named as in the model's state dict, into a (sharded) model. Raises ModelError by name."""
-    pieces = named_pieces(model)
+    """Copy whole tensors, named as in the model's state dict, into a (sharded) model; of a quantised layer the float weight.
+
+    Raises ModelError by name.
+    """
+    pieces, layers = named_pieces(model), quantised_layers(model)
+    held = held_names(layers, model)
     for name, tensor in model.state_dict().items():
-        shape = whole_shape(tensor.shape, pieces.get(name))
-        if name not in weights or weights[name].shape != shape:
-            found = tuple(weights[name].shape) if name in weights else "nothing"
-            raise ModelError(f"{name} should have shape {shape}, but {found} was given")
-        local_of(tensor).copy_(own_slice(weights[name], tensor, pieces.get(name)))
+        if name not in held:
+            whole = _given(weights, name, whole_shape(tensor.shape, pieces.get(name)))
+            local_of(tensor).copy_(own_slice(whole, tensor, pieces.get(name)))
+    for path, layer in layers.items():
+        whole = _given(weights, f"{path}.weight", (layer.out_features, layer.in_features))
+        put_quantised(layer, whole, local_of(layer.weight).device)
+
+
+def _given(weights: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    if name not in weights or weights[name].shape != shape:
+        found = tuple(weights[name].shape) if name in weights else "nothing"
+        raise ModelError(f"{name} should have shape {shape}, but {found} was given")
+    return weights[name]
 
 
 def seed_of(seed: int, name: str) -> int:

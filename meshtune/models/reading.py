@@ -29,6 +29,7 @@ from meshtune.layout.pieces import aliases, named_pieces
 from meshtune.models.blocks import unit_names
 from meshtune.models.naming import Renaming
 from meshtune.models.placing import own_box, own_rectangles, own_slice, parameter_like, without_value
+from meshtune.models.quantization.loading import held_names, put_quantised, quantised_layers
 
 Stored = Mapping[str, Any]
 
@@ -53,19 +54,22 @@ def read(
 
     Returns transformers' report, in which what could not be filled is missing.
     """
-    sliced, cut, parts = _routes(model, whole, stored, load_config(model, device).weight_mapping or [])
+    sliced, cut, parts, quantised = _routes(model, whole, stored, load_config(model, device).weight_mapping or [])
     info, _ = convert_and_load_state_dict_in_model(
         model, {name: stored[name] for name in sliced}, load_config(model, device)
     )
     for name, target in parts.items():
         _put(model, target, _own_part(stored[name], model, target, device))
         info.missing_keys.discard(target)
+    layers = quantised_layers(model)
+    for name, path in quantised.items():
+        put_quantised(layers[path], stored[name][:], device)
+        info.missing_keys -= held_names([path], model)
     for names in cut:
         convert_and_load_state_dict_in_model(
             whole, {name: stored[name] for name in names}, load_config(whole, torch.device("cpu"))
         )
-        for name in _take_over(model, whole, device):
-            info.missing_keys.discard(name)
+        info.missing_keys -= _take_over(model, whole, device)
     own = model.state_dict()
     for name in list(info.missing_keys):
         meta = own[name]
@@ -80,20 +84,27 @@ def read(
 
 def _routes(
     model: PreTrainedModel, whole: PreTrainedModel, stored: Stored, conversions: list
-) -> tuple[list[str], list[list[str]], dict[str, str]]:
-    """Names to read in slices, names to read whole (those of a block together), and names of which a piece is read, each with
-    the parameter that it is for. What only other stages of a pipeline have is not read."""
+) -> tuple[list[str], list[list[str]], dict[str, str], dict[str, str]]:
+    """Names to read in slices, names to read whole (those of a block together), names of which a piece is read, each with the
+    parameter that it is for, and names to read whole, one at a time, each with the quantised layer whose weight it is. What only
+    other stages of a pipeline have is not read."""
     names, units, own, pieces = Renaming(whole, conversions), unit_names(whole), model.state_dict(), named_pieces(model)
+    layers = {f"{path}.weight": path for path in quantised_layers(model)}
     elsewhere = whole.state_dict().keys() - own.keys()
     sliced: list[str] = []
     cut: dict[str, list[str]] = {}
     parts: dict[str, str] = {}
+    quantised: dict[str, str] = {}
     for name, tensor in stored.items():
         target, converter = names(name)
         meta = own.get(target)
         if target in elsewhere:
             continue
-        if target in pieces and converter is None:
+        if target in layers and converter is None:
+            quantised[name] = layers[target]
+        elif target in layers:
+            cut.setdefault(_unit(target, units), []).append(name)
+        elif target in pieces and converter is None:
             parts[name] = target
         elif target not in pieces and (converter is None or not isinstance(meta, DTensor)):
             sliced.append(name)
@@ -105,9 +116,12 @@ def _routes(
             if meta.to_local().numel():
                 sliced.append(name)
         else:
-            block = next((unit for unit in units if target.startswith(f"{unit}.")), "")
-            cut.setdefault(block, []).append(name)
-    return sliced, list(cut.values()), parts
+            cut.setdefault(_unit(target, units), []).append(name)
+    return sliced, list(cut.values()), parts, quantised
+
+
+def _unit(name: str, units: list[str]) -> str:
+    return next((unit for unit in units if name.startswith(f"{unit}.")), "")
 
 
 def _own_part(stored: Any, model: PreTrainedModel, target: str, device: torch.device) -> Tensor:
@@ -137,14 +151,20 @@ def _converts_slices(converter: WeightConverter | None, target: DTensor, source_
     return known and sharded.isdisjoint(dim % target.ndim for dim in touched)
 
 
-def _take_over(model: PreTrainedModel, whole: PreTrainedModel, device: torch.device) -> list[str]:
-    """Give `model` its part of every tensor that `whole` holds for real, which goes back to meta. Returns their names."""
-    pieces = named_pieces(model)
-    taken = [name for name, tensor in whole.state_dict().items() if not tensor.is_meta]
-    for name in taken:
+def _take_over(model: PreTrainedModel, whole: PreTrainedModel, device: torch.device) -> set[str]:
+    """Give `model` its part of every tensor that `whole` holds for real, which goes back to meta. Returns names of what it has
+    got."""
+    pieces, layers = named_pieces(model), quantised_layers(model)
+    taken = {name for name, tensor in whole.state_dict().items() if not tensor.is_meta}
+    for name in list(taken):
         tensors, leaf = _place(whole, name)
         tensor = tensors[leaf].data
-        _put(model, name, own_slice(tensor, model.state_dict()[name], pieces.get(name)).to(device, copy=True))
+        path = name.removesuffix(".weight")
+        if path != name and path in layers:
+            put_quantised(layers[path], tensor, device)
+            taken |= held_names([path], model)
+        else:
+            _put(model, name, own_slice(tensor, model.state_dict()[name], pieces.get(name)).to(device, copy=True))
         _put(whole, name, tensor.to("meta"))
     return taken
 

@@ -45,12 +45,22 @@ class Form:
 
 
 class Codec(Protocol):
-    """How a library holds a weight. `forms` always has `weight`, with `every`, and its order is that of the tensors."""
+    """How a library holds a weight."""
 
-    name: str
-    block: int | None
-    """How many weights of a row go together; None where any number can be cut off."""
-    forms: Mapping[str, Form]
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
+
+    @property
+    def block(self) -> int | None:
+        """How many weights of a row go together; None where any number can be cut off."""
+        ...
+
+    @property
+    def forms(self) -> Mapping[str, Form]:
+        """The tensors in their order: `weight`, with `every`, first."""
+        ...
 
     def quantise(self, whole: Tensor) -> dict[str, Tensor]:
         """What holds the whole float `whole` [out, in], on the same device."""
