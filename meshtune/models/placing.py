@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from meshtune.layout.pieces import Piece, Rectangle, aliases, named_pieces, whole_shape
+from meshtune.layout.pieces import Piece, Rectangle, aliases, named_pieces, piece_of, whole_shape
 from meshtune.optim.rounding import Position
 
 
@@ -68,6 +68,17 @@ def parameter_like(local: Tensor, like: Tensor) -> nn.Parameter:
     parameter = nn.Parameter(local, like.requires_grad)
     setattr(parameter, "_is_hf_initialized", True)  # noqa: B010  transformers' rules of initialisation leave it alone now
     return parameter
+
+
+def set_whole(owner: nn.Module, name: str, whole: Tensor, device: torch.device) -> None:
+    """Give a module's own parameter, of which this rank holds a part, its values out of the whole tensor."""
+    parameter = owner._parameters[name]
+    assert parameter is not None
+    own = own_slice(whole, parameter, piece_of(owner, name)).to(device, parameter.dtype, copy=True)
+    if parameter.is_meta:
+        owner._parameters[name] = parameter_like(own, parameter)
+    else:
+        local_of(parameter.data).copy_(own)
 
 
 def without_value(like: Tensor, device: torch.device) -> Tensor:
