@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -137,6 +137,8 @@ class CausalLM(nn.Module):
         self.gradient_scale = 1.0
         """What a loss sum is multiplied with before its backward, where gradients are computed in float16; else 1."""
         self._trunk_width = getattr(model.config.get_text_config(decoder=True), "hidden_size", None)
+        self.around_trunk: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """What is open around the trunk's forward, and not around the head's."""
         self._span = Span()
         self._received: Tensor | None = None
 
@@ -183,7 +185,8 @@ class CausalLM(nn.Module):
         if attention_mask is not None:
             given["attention_mask"] = attention_mask.long()
         try:
-            type(self.model).forward(view, input_ids=input_ids, use_cache=False, **given)
+            with self.around_trunk():
+                type(self.model).forward(view, input_ids=input_ids, use_cache=False, **given)
         except _Captured as captured:
             return captured.hidden_states
         raise ModelError(f"{type(self.model).__name__} did not call its output embedding in its forward")

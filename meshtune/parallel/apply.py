@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from meshtune.layout import Layout, Plan
 from meshtune.layout.pieces import Cut, set_aliases
 from meshtune.layout.span import Absent
 from meshtune.parallel import stages
-from meshtune.parallel.activation_checkpointing import Mode, Reopening, checkpoint_activations
+from meshtune.parallel.activation_checkpointing import KINDS, Kind, Mode, Reopening, checkpoint_activations, offloaded
 from meshtune.parallel.balance import Balance
 from meshtune.parallel.compile import compile_units
 from meshtune.parallel.experts import dispatch, shard_experts
@@ -42,6 +43,9 @@ class Settings:
     pp_microbatches: int | None = None
     active_share: float = 1.0
     """Of stacked experts' parameters, what one token meets: stages are cut by cost."""
+    checkpoint_every: int = 1
+    checkpoint_keep: tuple[Kind, ...] = KINDS
+    activation_offload: bool = False
     float8: Float8 | None = None
     """Which layers multiply in float8, and how."""
 
@@ -86,7 +90,11 @@ def shard(root: nn.Module, model: nn.Module, layout: Layout, plan: Plan, setting
     shared = tuple(shared_parameters(model, plan, layout))
     balance = None if plan.balancing is None else Balance(root, model, plan.balancing, layout, shared)
     units = [model.get_submodule(name) for name in plan.units]
-    checkpoint_activations(model, settings.activation_checkpointing, _reopening(settings, balance))
+    reopening = _reopening(settings, balance)
+    mode, every, keep = settings.activation_checkpointing, settings.checkpoint_every, settings.checkpoint_keep
+    checkpoint_activations(model, mode, reopening, every, keep)
+    if settings.activation_offload:
+        setattr(root, "around_trunk", partial(offloaded, layout.device_type))  # noqa: B010  an attribute of CausalLM
     if settings.compile:
         compile_units(units, layout.device_type)
     if layout.strategy == "fsdp2" and not _nothing_to_share(layout, settings):

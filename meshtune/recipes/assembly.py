@@ -18,7 +18,7 @@ from meshtune.models.documents import reopening
 from meshtune.models.initialize import fill, initialize
 from meshtune.observe import compute_dtype, training_flops_per_token
 from meshtune.parallel import Parallel, Settings, replicate, shard
-from meshtune.recipes import precision
+from meshtune.recipes import memory, precision
 from meshtune.recipes.objectives import next_token, next_token_scores
 from meshtune.recipes.plans import declare
 from meshtune.recipes.rounding import rounded
@@ -56,6 +56,7 @@ def build_model(setup: Setup, weights: Mapping[str, torch.Tensor] | None) -> tup
         setup.recipe.distributed.pp_schedule or "1f1b",
         setup.recipe.distributed.pp_microbatches,
         _active_share(model.config.get_text_config(decoder=True)),
+        **memory.settings(setup.recipe),
         float8=float8,
     )
     setup.flops_per_token = _flops_per_token(setup, model)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from meshtune.config import recipe_hash
 from meshtune.errors import Problem, RecipeError
 from meshtune.layout import Layout
-from meshtune.recipes import precision
+from meshtune.recipes import memory, precision
 from meshtune.recipes.recipe import Recipe
 from meshtune.training.section import BatchSizes
 
@@ -65,6 +65,7 @@ def plan(recipe: Recipe, world_size: int, device_type: str = "cpu") -> Plan:
     sizes = recipe.training.batch_sizes(layout.size("batch"), recipe.distributed.pp_microbatches or layout.size("pp"))
     _check_strategy(layout)
     precision.check(recipe, device_type)
+    memory.check(recipe, layout, device_type)
     _check_pipeline(recipe, layout, sizes)
     source = resolve(recipe.model)
     layout.check(source.facts())

@@ -51,6 +51,17 @@ class TrainingSection(Section):
         "none",
         description="`full` keeps each block's input only; `selective` also the outputs of matrix products and attention.",
     )
+    activation_checkpointing_every: int | None = Field(
+        None, ge=1, description="Checkpoint one block in so many. Default 1: all of them."
+    )
+    activation_checkpointing_keep: list[Literal["matmul", "attention"]] | None = Field(
+        None, min_length=1, description="selective only: operations whose outputs are kept. Default: both."
+    )
+    activation_offload: bool = Field(
+        False,
+        description="What the backward needs of a block's forward waits in the CPU's memory (what `selective` keeps excepted). On "
+        "CUDA devices.",
+    )
     compile: bool = Field(False, description="torch.compile each block; refused where the compiler does not run.")
     eval_every_steps: int | None = Field(
         None,
@@ -94,6 +105,13 @@ class TrainingSection(Section):
             )
         if self.fp8 is not None and self.precision != "fp8":
             yield "fp8", f"has no effect with precision: {self.precision}; write `precision: fp8`, or leave it out"
+        if self.activation_checkpointing == "none" and self.activation_checkpointing_every is not None:
+            yield "activation_checkpointing_every", "has no effect with `activation_checkpointing: none`"
+        if self.activation_checkpointing != "selective" and self.activation_checkpointing_keep is not None:
+            yield (
+                "activation_checkpointing_keep",
+                f"has no effect with `activation_checkpointing: {self.activation_checkpointing}`; write `selective`",
+            )
         if self.on_loss_spike == "ignore":
             for key in ("spike_window", "spike_threshold"):
                 if getattr(self, key) is not None:

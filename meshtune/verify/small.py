@@ -25,7 +25,11 @@ _MAX_GRAD_NORM = 0.1
 _KEPT = {
     "model": ("attention", "trust_remote_code"),
     "data": ("packing", "shuffle", "train_path", "format"),
-    "training": ("activation_checkpointing",),
+    "training": (
+        "activation_checkpointing",
+        "activation_checkpointing_every",
+        "activation_checkpointing_keep",
+    ),
 }
 
 
