@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from meshtune.errors import ModelError
+from meshtune.layout.pieces import aliases, named_pieces, whole_shape
 from meshtune.models import hub
+from meshtune.models.adapters.view import Adapter
+from meshtune.models.placing import local_of, own_slice
 from meshtune.models.source import safetensors_header
 
 if TYPE_CHECKING:
@@ -26,6 +31,7 @@ NAME = "default"
 """What PEFT calls the adapter in the names of the model's tensors."""
 
 _PREFIX = "base_model.model."
+_OF_THE_BASE = ".base_layer.weight"
 _SAVED = f".modules_to_save.{NAME}."
 _MAGNITUDE = f".lora_magnitude_vector.{NAME}"
 
@@ -145,20 +151,37 @@ def write_config(folder: Path, config: LoraConfig, base: str, revision: str | No
     written.save_pretrained(str(folder))
 
 
-def read(folder: Path, names: Collection[str]) -> dict[str, Tensor]:
-    """Whole tensors of the adapter in `folder`, by the `names` that its model gives them, in their dtype there.
+def fill(model: nn.Module, adapter: Adapter, folder: Path) -> None:
+    """Give the adapter in a (sharded) `model`, whose own weights are loaded, its values from `folder`. Every rank reads.
 
-    Raises ModelError naming what is missing and what is there and would be ignored: an adapter that loads by half, or not at
-    all, looks as if it had been loaded.
+    Raises ModelError naming what is missing, what is there and would be ignored, and what has another shape: an adapter that
+    loads by half, or not at all, looks as if it had been loaded.
     """
-    from safetensors.torch import load_file
+    others, pieces = aliases(model), named_pieces(model)
+    parameters = {name: p for name, p in model.named_parameters() if name in adapter.trained}
+    wanted = {name: others.get(name, name) for name in parameters}
+    tensors = read(folder, wanted.values(), adapter.trained)
+    shapes = {wanted[name]: whole_shape(p.shape, pieces.get(name)) for name, p in parameters.items()}
+    check_shapes(tensors, shapes, folder)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            local_of(parameter).copy_(own_slice(tensors[wanted[name]], parameter, pieces.get(name)))
+    _check_base(model, folder)
 
+
+def read(folder: Path, names: Collection[str], known: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Whole tensors of the adapter in `folder`, by the `names` that its model gives them, in their dtype there. `known` are those
+    of the adapter's tensors that may also be in the file.
+
+    Raises ModelError naming what is missing, and what is there and would be ignored.
+    """
     file = folder / WEIGHTS
     safetensors_header(file)
     stored = load_file(file)
     wanted = {file_name(name): name for name in names}
+    expected = wanted.keys() | set(map(file_name, known or ()))
     missing = [name for name in wanted if name not in stored]
-    foreign = [name for name in stored if name not in wanted and not _is_of_the_base(name)]
+    foreign = [name for name in stored if name not in expected and not name.endswith(_OF_THE_BASE)]
     if missing or foreign:
         raise ModelError(_mismatch(file, missing, foreign))
     return {wanted[name]: tensor for name, tensor in stored.items() if name in wanted}
@@ -173,11 +196,6 @@ def _mismatch(file: Path, missing: list[str], foreign: list[str]) -> str:
     return f"peft.adapter: {file} does not fit its own config and this model:\n" + "\n".join(shown) + hint
 
 
-def _is_of_the_base(name: str) -> bool:
-    """PEFT writes an embedding that has an adapter, or was resized, whole beside it."""
-    return name.endswith(".base_layer.weight")
-
-
 def check_shapes(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
     """Raises ModelError naming each of `tensors` whose shape is not that of the model."""
     wrong = [
@@ -189,7 +207,17 @@ def check_shapes(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, 
         raise ModelError(f"peft.adapter: {folder / WEIGHTS} is of another model:\n" + "\n".join(wrong[:20]))
 
 
-def trained_once(model: nn.Module, trained: Iterable[str]) -> list[str]:
-    """Of the names `trained` those that this rank has, each tensor once."""
-    wanted = set(trained)
-    return [name for name, _ in model.named_parameters() if name in wanted]
+def _check_base(model: nn.Module, folder: Path) -> None:
+    """PEFT writes an embedding that has an adapter, or was resized, whole beside it: it must be the one that the model has."""
+    pieces, state = named_pieces(model), model.state_dict()
+    for name, tensor in load_file(folder / WEIGHTS).items():
+        own = state.get(name.removeprefix(_PREFIX))
+        if not name.endswith(_OF_THE_BASE) or own is None:
+            continue
+        piece = pieces.get(name.removeprefix(_PREFIX))
+        same = whole_shape(own.shape, piece) == tuple(tensor.shape)
+        if not same or not torch.equal(own_slice(tensor, own, piece).to(own.dtype), local_of(own).cpu()):
+            raise ModelError(
+                f"peft.adapter: {folder / WEIGHTS} holds {name}, which is not the one that the model has: the base was changed, "
+                "too, and is needed as it was; merge the adapter into it, and train from there"
+            )

@@ -1,0 +1,101 @@
+"""Write the adapter of a (sharded) model as a folder that PEFT loads, and vLLM and transformers by it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from meshtune.layout.pieces import aliases
+from meshtune.models.adapters import files
+from meshtune.models.adapters.view import Adapter
+from meshtune.models.gathering import whole_tensors
+from meshtune.models.source import Source, safetensors_header
+from meshtune.models.writing import OnWriter, empty_beside, replace
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+_BEGINNING = ".initial"
+
+
+def export_adapter(
+    model: nn.Module,
+    adapter: Adapter,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write `folder` with the adapter that was put into `model`. Every rank must call it; rank 0 writes.
+
+    Tensors have the dtype that they are trained in, or `dtype`. An adapter that began as a part of the weights is written as one
+    of the weights as they were: of twice the rank, of which one half takes back the beginning.
+
+    The folder appears only when it is complete, in place of what stood there. Raises OSError on every rank if rank 0 cannot
+    write.
+    """
+    tensors: dict[str, Tensor] = {}
+    with OnWriter(folder) as writer:
+        for state in whole_tensors(model, set(model.state_dict()) - set(own_tensors(model, adapter))):
+            tensors.update(state)
+        writer.do(lambda: _write(tensors, adapter.config, source, tokenizer, folder, dtype))
+
+
+def own_tensors(model: nn.Module, adapter: Adapter) -> list[str]:
+    """Names of what this rank has of the adapter and no other name or rank gives: its trained tensors, and how those began
+    that began as a part of the weights."""
+    others = aliases(model)
+    trained = [name for name, _ in model.named_parameters() if name in adapter.trained and name not in others]
+    return trained + [name for name, _ in model.named_buffers() if _trained_name(name) in adapter.trained]
+
+
+def _trained_name(name: str) -> str:
+    """Of a beginning, that of the tensor that began so."""
+    return f"{name.removesuffix(_BEGINNING)}.weight" if name.endswith(_BEGINNING) else ""
+
+
+def _write(
+    tensors: Mapping[str, Tensor],
+    config: LoraConfig,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    dtype: torch.dtype | None,
+) -> None:
+    if any(name.endswith(_BEGINNING) for name in tensors):
+        tensors, config = of_the_weights(tensors, config)
+    beside = empty_beside(folder)
+    named = {files.file_name(name): tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in tensors.items()}
+    save_file(named, beside / files.WEIGHTS, metadata={"format": "pt"})
+    safetensors_header(beside / files.WEIGHTS)  # a full disk may cut a file without an error
+    local = Path(source.location).is_dir()
+    base = str(Path(source.location).absolute()) if local else source.location
+    files.write_config(beside, config, base, None if local else source.section.revision)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(beside)
+    replace(beside, folder)
+
+
+def of_the_weights(tensors: Mapping[str, Tensor], config: LoraConfig) -> tuple[dict[str, Tensor], LoraConfig]:
+    """An adapter of what its beginning left of the weights, as one of the weights themselves:
+    W - s B0 A0 + s B A is W + s [B -B0] [A; A0]."""
+    joined = dict(tensors)
+    for name in [name for name in tensors if name.endswith(_BEGINNING)]:
+        now, began = joined[_trained_name(name)], joined.pop(name)
+        is_first = ".lora_A." in name
+        joined[_trained_name(name)] = torch.cat([now, began if is_first else -began], 0 if is_first else 1)
+    doubled = copy.deepcopy(config)
+    share = math.sqrt(2) if config.use_rslora else 2  # so that the scale, alpha / sqrt(r) or alpha / r, stays
+    doubled.r, doubled.lora_alpha = 2 * config.r, share * config.lora_alpha  # type: ignore[assignment]
+    ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
+    doubled.rank_pattern = {pattern: 2 * rank for pattern, rank in ranks.items()}
+    doubled.alpha_pattern = {pattern: share * alpha for pattern, alpha in alphas.items()}
+    return joined, doubled
