@@ -86,9 +86,7 @@ def _contexts(
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Around a block's forward, and around its second run in the backward."""
     first, again = (
-        (nullcontext(), nullcontext())
-        if kept is None
-        else create_selective_checkpoint_contexts(partial(_policy, kept))
+        (nullcontext(), nullcontext()) if kept is None else create_selective_checkpoint_contexts(partial(_policy, kept))
     )
     return first, again if reopening is None else _Both(reopening(), again)
 

@@ -59,8 +59,8 @@ class TrainingSection(Section):
     )
     activation_offload: bool = Field(
         False,
-        description="What the backward needs of a block's forward waits in the CPU's memory (what `selective` keeps excepted). On "
-        "CUDA devices.",
+        description="What the backward needs of the forward waits in the CPU's memory (what `selective` keeps excepted). On an "
+        "accelerator.",
     )
     compile: bool = Field(False, description="torch.compile each block; refused where the compiler does not run.")
     eval_every_steps: int | None = Field(
