@@ -20,6 +20,7 @@ from meshtune.models import hub
 from meshtune.models.adapters.merging import MERGED, Merging
 from meshtune.models.gathering import whole_tensors
 from meshtune.models.naming import CheckpointNames
+from meshtune.models.quantization.loading import dequantised_state
 from meshtune.models.shards import Shards, write_json
 from meshtune.models.source import Source, safetensors_header, stored_dtypes
 from meshtune.models.writing import OnWriter, empty_beside, replace
@@ -40,8 +41,9 @@ def export(
 
     Tensors have the names of the checkpoint that the model came from. `dtype` None keeps each tensor's dtype of it; a named
     one is given to every floating tensor. What the checkpoint holds beside the model (a vision tower, layers that predict
-    further tokens) is written as it was. `merging` changes tensors on their way, a block at a time; a head that it gives other
-    values than the embedding that it is tied to is untied, and the config says so.
+    further tokens) is written as it was. Quantised weights are written as the numbers that they stand for. `merging` changes
+    tensors on their way, a block at a time; a head that it gives other values than the embedding that it is tied to is untied,
+    and the config says so.
 
     The folder appears only when it is complete, in place of what stood there. The live model is not changed. Raises OSError
     on every rank if rank 0 cannot write.
@@ -56,7 +58,9 @@ def export(
             shards.add(name, _cast(tensor, chosen or stored.get(name) or source.export_dtype))
 
     def add_state(state: dict[str, Tensor]) -> None:
-        changed = state if merging is None else merging(state, chosen or source.export_dtype)
+        changed = dequantised_state(model, state)
+        if merging is not None:
+            changed = merging(changed, chosen or source.export_dtype)
         add(names.written(changed).items())
 
     with OnWriter(folder) as writer:

@@ -17,6 +17,7 @@ from meshtune.errors import ModelError
 from meshtune.models.adapters import files
 from meshtune.models.adapters.merging import LowRank, Merging, Part, changes
 from meshtune.models.adapters.view import Adapter, remember
+from meshtune.models.adapters.writing import of_the_weights
 from tests.unit.models_tiny import tiny_model
 
 IDS = torch.randint(4, 90, (1, 9), generator=torch.Generator().manual_seed(3))
@@ -184,3 +185,36 @@ def test_what_is_no_adapters_folder(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.bin").touch()
     with pytest.raises(ModelError, match="pickle"):
         files.find(str(tmp_path))
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_an_adapter_of_what_it_left_of_the_weights_is_written_as_one_of_the_weights(rslora: bool) -> None:
+    """PiSSA and OLoRA: whoever loads the file has the weights themselves."""
+    from peft import LoraConfig
+
+    model = tiny_model("llama")
+    config: dict[str, Any] = {
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": ["q_proj", "o_proj"],
+        "rank_pattern": {"o_proj": 3},
+        "alpha_pattern": {"layers.0.self_attn.q_proj": 5},
+        "use_rslora": rslora,
+    }
+    wrapped, _ = _wrapped(copy.deepcopy(model), **config)
+    tensors = _adapter(wrapped)
+    began = {
+        name.removesuffix("weight") + "initial": torch.randn(t.shape) for name, t in tensors.items() if "lora" in name
+    }
+    wanted = Merging([Part("it", changes(wrapped, {**tensors, **began}))], {})(model.state_dict(), torch.float32)
+    joined, doubled = of_the_weights({**tensors, **began}, LoraConfig(**config))
+    again, _ = _wrapped(copy.deepcopy(model), **_shape(doubled))
+    assert {name: t.shape for name, t in joined.items()} == {name: t.shape for name, t in _adapter(again).items()}
+    found = Merging([Part("it", changes(again, joined))], {})(model.state_dict(), torch.float32)
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-5, atol=1e-5)
+
+
+def _shape(config: Any) -> dict[str, Any]:
+    keys = ("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora")
+    return {key: getattr(config, key) for key in keys}

@@ -38,6 +38,7 @@ class LowRank:
         transposed: the weight is [in, out] (Conv1D, an embedding, some experts).
         experts: how many there are in the weight; None of a weight without that dimension.
         magnitude: [out], of DoRA.
+        began: A and B as they began, where the weight that was trained with is the rest, in the dtype `held`.
     """
 
     a: Tensor
@@ -46,9 +47,13 @@ class LowRank:
     transposed: bool = False
     experts: int | None = None
     magnitude: Tensor | None = None
+    began: tuple[Tensor, Tensor] | None = None
+    held: torch.dtype = torch.float32
 
     def __call__(self, weight: Tensor) -> Tensor:
-        changed = weight + self.delta()
+        if self.began is not None:
+            weight = (weight - self._product(*self.began)).to(self.held).float()
+        changed = weight + self._product(self.a, self.b)
         if self.magnitude is None:
             return changed
         out = 1 if self.transposed else 0
@@ -56,9 +61,9 @@ class LowRank:
         shape = (1, -1) if self.transposed else (-1, 1)
         return self.magnitude.float().view(shape) / norm * changed
 
-    def delta(self) -> Tensor:
-        """What is added, in float32 and in the weight's shape."""
-        a, b = self.a.float(), self.b.float()
+    def _product(self, a: Tensor, b: Tensor) -> Tensor:
+        """In float32 and in the weight's shape."""
+        a, b = a.float(), b.float()
         if self.experts is None:
             product = b @ a
             return (product.T if self.transposed else product) * self.scale
@@ -106,7 +111,7 @@ class Part:
         change = self.changes.get(name)
         if change is None or self.weight == 1:
             return weight if change is None else change(weight)
-        if isinstance(change, LowRank) and change.magnitude is None:
+        if isinstance(change, LowRank) and change.magnitude is None and change.began is None:
             return replace(change, scale=self.weight * change.scale)(weight)
         return weight + self.weight * (change(weight) - weight)
 
@@ -114,12 +119,9 @@ class Part:
 class Merging:
     """Adapters merged one after another, each into what those before it have left."""
 
-    def __init__(
-        self, parts: Sequence[Part], base: Mapping[str, Any], under: Callable[[str, Tensor], Tensor] | None = None
-    ):
-        """`base` says for the record what was merged into; `under` gives a weight the values that it had while it was trained,
-        where those are not the given ones (it was quantised)."""
-        self._parts, self._base, self._under = parts, base, under
+    def __init__(self, parts: Sequence[Part], base: Mapping[str, Any]):
+        """`base` says for the record what was merged into."""
+        self._parts, self._base = parts, base
         self.names = {name for part in parts for name in part.changes}
         self.changed = self.lost = 0
 
@@ -128,10 +130,9 @@ class Merging:
         return {name: self._merged(name, tensor, dtype) for name, tensor in state.items()}
 
     def _merged(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        base = tensor if self._under is None else self._under(name, tensor)
         if name not in self.names:
-            return base
-        merged = before = base.float()
+            return tensor
+        merged = before = tensor.float()
         for part in self._parts:
             merged = part(name, merged)
         moved = merged != before
@@ -163,20 +164,22 @@ def _same(one: Change | None, other: Change | None) -> bool:
     return isinstance(one, Rows) and isinstance(other, Rows) and one.values is other.values
 
 
-def changes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Change]:
+def changes(model: nn.Module, tensors: Mapping[str, Tensor], held: torch.dtype = torch.float32) -> dict[str, Change]:
     """What an adapter does, by the names of the bare model: `tensors` are its own, whole, by the names of `model`, in which it
-    was put (on meta is enough).
+    was put (on meta is enough). `held` is the dtype of the frozen weights that it was trained with.
 
     Raises ModelError for a layer of PEFT's that is of another kind.
     """
     found: dict[str, Change] = {}
     for path in inner_paths(model):
-        for name, change in _of_layer(model.get_submodule(path), path, path, tensors):
+        for name, change in _of_layer(model.get_submodule(path), path, path, tensors, held):
             found[name] = change
     return found
 
 
-def _of_layer(wrapper: Any, path: str, bare: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Change]]:
+def _of_layer(
+    wrapper: Any, path: str, bare: str, tensors: Mapping[str, Tensor], held: torch.dtype
+) -> Iterator[tuple[str, Change]]:
     """`wrapper` stands at `path`, around the layer that the bare model has at `bare`."""
     from peft.tuners.lora import Embedding, Linear, ParamWrapper
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
@@ -184,15 +187,20 @@ def _of_layer(wrapper: Any, path: str, bare: str, tensors: Mapping[str, Tensor])
     if isinstance(wrapper, ParamWrapper):
         inner, below = wrapper.base_layer, f"{path}.base_layer"
         if isinstance(inner, ParamWrapper):
-            yield from _of_layer(inner, below, bare, tensors)
+            yield from _of_layer(inner, below, bare, tensors, held)
         yield f"{bare}.{wrapper.parameter_name}", _of_experts(wrapper, path, tensors)
     elif isinstance(wrapper, Embedding):
         a, b = (tensors[f"{path}.lora_embedding_{matrix}.{NAME}"] for matrix in "AB")
         yield f"{bare}.weight", LowRank(a, b, wrapper.scaling[NAME], True, magnitude=_magnitude(path, tensors))
     elif isinstance(wrapper, Linear):
         a, b = (tensors[f"{path}.lora_{matrix}.{NAME}.weight"] for matrix in "AB")
-        across = bool(wrapper.fan_in_fan_out)
-        yield f"{bare}.weight", LowRank(a, b, wrapper.scaling[NAME], across, magnitude=_magnitude(path, tensors))
+        across, magnitude = bool(wrapper.fan_in_fan_out), _magnitude(path, tensors)
+        began = [tensors.get(f"{path}.lora_{matrix}.{NAME}.initial") for matrix in "AB"]
+        beginning = None if began[0] is None or began[1] is None else (began[0], began[1])
+        yield (
+            f"{bare}.weight",
+            LowRank(a, b, wrapper.scaling[NAME], across, magnitude=magnitude, began=beginning, held=held),
+        )
     elif isinstance(wrapper, ModulesToSaveWrapper):
         for name, _ in wrapper.modules_to_save[NAME].named_parameters():
             yield f"{bare}.{name}", Whole(tensors[f"{path}.modules_to_save.{NAME}.{name}"])
