@@ -102,7 +102,7 @@ def _routes(
             continue
         if target in layers and converter is None:
             quantised[name] = layers[target]
-        elif target in layers:
+        elif target in layers or (layers and converter is not None and len(converter.target_patterns) > 1):
             cut.setdefault(_unit(target, units), []).append(name)
         elif target in pieces and converter is None:
             parts[name] = target
