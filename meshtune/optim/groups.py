@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from pydantic import Field
 
@@ -11,7 +12,7 @@ from meshtune.config import Section
 from meshtune.config.patterns import as_written, covers, misspelt
 from meshtune.errors import Problem, RecipeError
 
-__all__ = ["GroupSection", "Rule", "assign"]
+__all__ = ["GroupSection", "Rule", "assign", "faster_b"]
 
 
 class GroupSection(Section):
@@ -30,8 +31,9 @@ class GroupSection(Section):
         description="In the place of optimizer.weight_decay, for all that match: biases and normalisation weights too. "
         "Default: as without the group.",
     )
-    name: str | None = Field(
-        default=None, description="What the group is called in what is printed. Default: its patterns."
+    name: Literal["muon", "adamw"] | None = Field(
+        default=None,
+        description="Which of its two optimizers `muon` takes for them. Default: muon for hidden matrices, adamw for the rest.",
     )
 
 
@@ -39,12 +41,13 @@ class GroupSection(Section):
 class Rule:
     """What holds of some parameters; of `weight_decay` None leaves what they have without it."""
 
-    name: str
+    match: str
     lr_scale: float = 1.0
     weight_decay: float | None = None
+    name: str | None = None
 
 
-def assign(groups: Sequence[GroupSection], tensors: Iterable[tuple[str, ...]]) -> Mapping[str, Rule]:
+def assign(groups: Sequence[GroupSection], tensors: Iterable[tuple[str, ...]]) -> dict[str, Rule]:
     """Names of parameters to the rule of the first group that matches one of their names.
 
     Args:
@@ -60,7 +63,7 @@ def assign(groups: Sequence[GroupSection], tensors: Iterable[tuple[str, ...]]) -
         for index, group in enumerate(groups)
         for message in misspelt(group.match, names, "that is trained")
     ]
-    rules = [Rule(group.name or as_written(group.match), group.lr_scale, group.weight_decay) for group in groups]
+    rules = [Rule(as_written(group.match), group.lr_scale, group.weight_decay, group.name) for group in groups]
     found: dict[str, Rule] = {}
     taken: set[int] = set()
     for each in tensors:
@@ -75,4 +78,24 @@ def assign(groups: Sequence[GroupSection], tensors: Iterable[tuple[str, ...]]) -
     ]
     if problems:
         raise RecipeError(problems)
+    return found
+
+
+def faster_b(
+    rules: Mapping[str, Rule], dimensions: Mapping[str, int], ratio: float, embedding_scale: float
+) -> dict[str, Rule]:
+    """LoRA+ (Hayou et al. 2024, arXiv 2402.12354) on top of `rules`, with the parameters that PEFT's
+    `create_loraplus_optimizer` chooses.
+
+    Args:
+        dimensions: of each trained parameter by name.
+        ratio: times the rate of A for B and for vectors.
+        embedding_scale: times the rate for both matrices of an embedding.
+    """
+    found = dict(rules)
+    for name, count in dimensions.items():
+        factor = embedding_scale if "lora_embedding_" in name else ratio if "lora_B" in name or count == 1 else 1.0
+        if factor != 1.0:
+            rule = found.get(name, Rule("LoRA+"))
+            found[name] = replace(rule, lr_scale=rule.lr_scale * factor)
     return found

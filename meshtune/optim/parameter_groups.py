@@ -19,6 +19,7 @@ def parameter_groups(
     weight_decay: float,
     rules: Mapping[str, Rule] | None = None,
     others: bool = False,
+    parts: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Parameter groups for a torch optimizer: each trainable parameter once, in the order of the modules.
 
@@ -31,6 +32,7 @@ def parameter_groups(
         named_modules: `model.named_modules()`, or those of several parts of a model one after another.
         weight_decay: for the parameters that decay.
         rules: of some parameters, by name, see `meshtune.optim.groups.assign`.
+        parts: which of several optimizers a parameter is for, by name; it stands in the group as `part`.
         others: whether other ranks may have trainable parameters where this one has none.
 
     Returns:
@@ -53,7 +55,8 @@ def parameter_groups(
             if rule is not None and rule.weight_decay is not None:
                 decay = rule.weight_decay
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            group = groups.setdefault((rule, decay, mesh), _group(decay, rule))
+            part = (parts or {}).get(full)
+            group = groups.setdefault((rule, decay, mesh, part), _group(decay, rule, part))
             group["params"].append(parameter)
             group["names"].append(full)
     if not groups and not others:
@@ -61,11 +64,12 @@ def parameter_groups(
             "the model has no trainable parameter: every one is frozen (requires_grad is False); "
             "leave at least one unfrozen"
         )
-    return list(groups.values()) or [_group(weight_decay, None)]
+    return list(groups.values()) or [_group(weight_decay, None, None)]
 
 
-def _group(decay: float, rule: Rule | None) -> dict[str, Any]:
-    return {"params": [], "names": [], "weight_decay": decay, "lr_scale": 1.0 if rule is None else rule.lr_scale}
+def _group(decay: float, rule: Rule | None, part: str | None) -> dict[str, Any]:
+    group = {"params": [], "names": [], "weight_decay": decay, "lr_scale": 1.0 if rule is None else rule.lr_scale}
+    return group if part is None else {**group, "part": part}
 
 
 def _decays(module: nn.Module, name: str) -> bool:
