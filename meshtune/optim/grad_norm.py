@@ -30,6 +30,7 @@ def grad_norm(
     parts: Mapping[nn.Parameter, Peers] | None = None,
     stages: Peers | None = None,
     device: torch.device | None = None,
+    freed: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> Tensor:
     """The L2 norm of all gradients together, the same on every rank.
 
@@ -43,6 +44,7 @@ def grad_norm(
         parts: for parameters that are parts themselves, the ranks that hold the others.
         stages: ranks that hold other parameters.
         device: where this rank, which may have none of them, counts its 0.
+        freed: of gradients that are there no more, the norms of this rank's parts, 0-d float32.
 
     Returns:
         0-d float32 on the parameters' device; inf or NaN in a gradient shows in it.
@@ -51,17 +53,18 @@ def grad_norm(
         TrainingError: there are no parameters and no device, or one, or its gradient, has placements whose norm is not a
             sum over shards (`Partial`), or the two differ.
     """
-    groups: dict[ShardedOver, dict[Peers | None, list[Tensor]]] = {}
+    groups: dict[ShardedOver, dict[Peers | None, list[nn.Parameter]]] = {}
+    freed = freed or {}
     found: torch.device | None = None
     for parameter in parameters:
         found = found or parameter.device
-        gradients = groups.setdefault(_sharded_over(parameter), {}).setdefault((parts or {}).get(parameter), [])
-        if parameter.grad is not None:
-            gradients.append(_local_gradient(parameter))
+        alike = groups.setdefault(_sharded_over(parameter), {}).setdefault((parts or {}).get(parameter), [])
+        if parameter.grad is not None or parameter in freed:
+            alike.append(parameter)
     device = found or device
     if device is None:
         raise TrainingError("the gradient norm needs at least one parameter")
-    total = _sum_of_squares(groups, device)
+    total = _sum_of_squares(groups, device, freed)
     return (total if stages is None else stages.all_reduce(total)).sqrt()
 
 
@@ -82,7 +85,7 @@ def clip_grad_norm_(
     gradients = [_local(p.grad) for p in parameters if p.grad is not None]
     if gradients:
         factor = norm.new_ones(()) if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(gradients, factor / loss_scale)
+        torch._foreach_mul_(gradients, (factor / loss_scale).to(gradients[0].device))
 
 
 def _sharded_over(parameter: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
@@ -112,11 +115,15 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _sum_of_squares(groups: Mapping[ShardedOver, Mapping[Peers | None, list[Tensor]]], device: torch.device) -> Tensor:
+def _sum_of_squares(
+    groups: Mapping[ShardedOver, Mapping[Peers | None, list[nn.Parameter]]],
+    device: torch.device,
+    freed: Mapping[nn.Parameter, Tensor],
+) -> Tensor:
     """0-d float32: over shards, of all that is sharded alike in one reduction; then over parts, likewise."""
     over_shards: dict[Peers | None, list[Tensor]] = {}
     for (mesh, dims), by_peers in groups.items():
-        squares = torch.stack([_own_squares(gradients, device) for gradients in by_peers.values()])
+        squares = torch.stack([_own_squares(parameters, device, freed) for parameters in by_peers.values()])
         for dim in dims:
             if mesh is not None and mesh.size(dim) > 1:
                 dist.all_reduce(squares, group=mesh.get_group(dim))
@@ -127,8 +134,11 @@ def _sum_of_squares(groups: Mapping[ShardedOver, Mapping[Peers | None, list[Tens
     return torch.stack(reduced or [torch.zeros((), dtype=torch.float32, device=device)]).sum()
 
 
-def _own_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
+def _own_squares(parameters: list[nn.Parameter], device: torch.device, freed: Mapping[nn.Parameter, Tensor]) -> Tensor:
     """0-d float32: over this rank's parts."""
-    if not gradients:
+    if not parameters:
         return torch.zeros((), dtype=torch.float32, device=device)
-    return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).square().sum()
+    there = [p for p in parameters if p not in freed]
+    found = torch._foreach_norm([_local_gradient(p) for p in there], 2, dtype=torch.float32) if there else ()
+    norms = {**freed, **dict(zip(there, found, strict=True))}
+    return torch.stack([norms[p] for p in parameters]).square().sum()

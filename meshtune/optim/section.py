@@ -89,6 +89,11 @@ class OptimizerSection(Section):
         "up or down by chance, so that the mean is exact; `kahan` to the nearest, keeping what that takes away beside them; "
         "`nearest` alone loses small updates. Default there: stochastic.",
     )
+    in_backward: bool = Field(
+        default=False,
+        description="Update each weight as soon as its gradient is complete, and free that. With adamw, sgd or lion, one "
+        "micro-batch a step, and no clipping (`training.max_grad_norm: null`).",
+    )
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Settings of the other optimizer, and values out of range."""

@@ -76,6 +76,10 @@ class MegatronShards:
     def set_last_micro_batch(self, last: bool) -> None:
         """Shards are reduced at each micro-batch and added up."""
 
+    def settled_late(self) -> tuple[str, ...]:
+        """No gradient is settled after the backward."""
+        return ()
+
     def settle_gradients(self) -> None:
         """Call after the last backward of a step: the next forward is then one of another step, with other weights."""
         self._fresh = True

@@ -44,6 +44,10 @@ class Replicas:
         """Only the backward after the last one averages."""
         self._last = last
 
+    def settled_late(self) -> tuple[str, ...]:
+        """No gradient is settled after the backward."""
+        return ()
+
     def settle_gradients(self) -> None:
         """DDP leaves a parameter that no rank reached without a gradient."""
 

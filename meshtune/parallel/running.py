@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -43,6 +43,7 @@ class Parallel:
         self._gathers_in_float8 = settings.float8 is not None and settings.float8.all_gather
         if settings.float8 is not None and settings.float8.all_gather:
             gather_in_float8(model, settings.float8, layout.size("fsdp"))
+        self._prefix = next(f"{name}." for name, module in root.named_modules() if module is model)
         self._multiple = layout.size("tp") if layout.sequence_parallel else 1
         self._whole: _Whole | _Stages = (
             _Whole(_data_parallel(root, model, layout, sharded), self._autocast)
@@ -88,11 +89,16 @@ class Parallel:
         (own,) = self._own([batch])
         return self._whole.evaluate(objective, own)
 
-    def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """The L2 norm of the gradients of all parameters on all ranks, of which `parameters` are those of this one."""
+    def grad_norm(self, parameters: Iterable[nn.Parameter], freed: Mapping[nn.Parameter, Tensor] | None = None) -> Tensor:
+        """The L2 norm of the gradients of all parameters on all ranks, of which `parameters` are those of this one; of those that
+        have been `freed`, the norm of this rank's part."""
         counted = [p for p in parameters if p not in self._counted_elsewhere]
         stages = self._layout.peers("pp") if self._layout.size("pp") > 1 else None
-        return grad_norm(counted, self._parts, stages, torch.device(self._layout.device_type))
+        return grad_norm(counted, self._parts, stages, torch.device(self._layout.device_type), freed)
+
+    def settled_late(self) -> frozenset[str]:
+        """Names of parameters of the model whose gradients are complete only when `train` is over."""
+        return frozenset(name.removeprefix(self._prefix) for name in self._whole.settled_late())
 
     def _own(self, batches: Sequence[Batch]) -> Sequence[Batch]:
         """This rank's part of micro-batches, which a pipeline wants in one shape."""
@@ -133,6 +139,9 @@ class _Whole:
     def gradient_divisor(self) -> int:
         return self._module.gradient_divisor
 
+    def settled_late(self) -> Sequence[str]:
+        return self._module.settled_late()
+
     def train(self, objective: Objective, batches: Sequence[Batch], scale: float) -> Tensor:
         losses: list[Tensor] = []
         for index, batch in enumerate(batches):
@@ -156,6 +165,9 @@ class _Stages:
     """A model whose layers are cut into stages."""
 
     gradient_divisor = 1
+
+    def settled_late(self) -> Sequence[str]:
+        return ()
 
     def __init__(
         self,

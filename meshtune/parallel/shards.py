@@ -8,7 +8,7 @@ decay. Hence what no rank reached in the first training forward loses a gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,10 @@ class Shards:
         """Shards are reduced at each micro-batch, so that no full gradient is ever kept; the copies of HSDP at the last."""
         self._sharded.set_requires_all_reduce(last)
         self._sharded.set_is_last_backward(last)
+
+    def settled_late(self) -> Sequence[str]:
+        """Names of the parameters that `settle_gradients` looks at."""
+        return self._unreached or ()
 
     def settle_gradients(self) -> None:
         """Take away the gradients that stand for none. Call after the last backward of a step, on every rank."""

@@ -61,6 +61,7 @@ def build_model(setup: Setup, weights: Mapping[str, torch.Tensor] | None) -> tup
     )
     setup.flops_per_token = _flops_per_token(setup, model)
     sharded = shard(root, model, setup.layout, plan, settings)
+    memory.check_shared(setup.recipe, sharded.shared)
     if setup.resume is not None:
         initialize(model, None, device)
     elif weights is not None:
@@ -78,7 +79,7 @@ def assemble(setup: Setup, parallel: Parallel, stop: SignalStop) -> tuple[Fit, T
     recipe, layout, device = setup.recipe, setup.layout, setup.world.device
     model = setup.model.model
     optimizer = recipe.optimizer.build(model.named_modules(), recipe.training.learning_rate)
-    optimizer = rounded(optimizer, recipe, model)
+    optimizer = memory.in_backward(rounded(optimizer, recipe, model), recipe, parallel)
     loader = Loader(setup.course.order, **_share(setup))
     group = background_group() if recipe.checkpoint.asynchronous else None
     keeper = Checkpointer(setup.run, model, optimizer, recipe.checkpoint.keep, group)

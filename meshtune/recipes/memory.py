@@ -2,20 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshtune.errors import Problem, RecipeError
 
 if TYPE_CHECKING:
+    import torch
+
     from meshtune.layout import Layout
+    from meshtune.parallel import Parallel
     from meshtune.recipes.recipe import Recipe
 
+IN_BACKWARD = "optimizer.in_backward"
 
-def check(recipe: Recipe, layout: Layout, device_type: str) -> None:
-    """Raises RecipeError naming what has no effect on this machine or layout, or cannot be done there."""
-    if found := [Problem(key, message) for key, message in (*_on_device(recipe, device_type),)]:
-        raise RecipeError(found)
+
+def problems(recipe: Recipe) -> Iterable[tuple[str, str]]:
+    """What does not go together in any layout."""
+    if not recipe.optimizer.in_backward:
+        return
+    from meshtune.recipes.rounding import SLICED
+
+    training, name = recipe.training, recipe.optimizer.name
+    if name not in SLICED:
+        yield IN_BACKWARD, f"works with {', '.join(SLICED)}, which update each element by itself, not with {name}"
+    if training.max_grad_norm is not None:
+        yield (
+            IN_BACKWARD,
+            f"cannot clip by the norm of all gradients (training.max_grad_norm: {training.max_grad_norm}), which is known when "
+            "weights have changed; write `max_grad_norm: null`",
+        )
+    if training.forgives:
+        yield IN_BACKWARD, "cannot skip or roll back a step that has changed weights; write `stop` for training.on_..."
+    if training.precision == "fp16":
+        yield IN_BACKWARD, "cannot leave out a step that overflows in fp16; write `precision: bf16`"
+    if recipe.distributed.strategy == "megatron_fsdp":
+        yield IN_BACKWARD, "is not made for strategy: megatron_fsdp; write `strategy: fsdp2`"
+
+
+def check(recipe: Recipe, layout: Layout, device_type: str, accumulation: int) -> None:
+    """Raises RecipeError naming what has no effect on this machine or layout, or cannot be done there.
+
+    `accumulation` is how many micro-batches an optimizer step has."""
+    found = [*_on_device(recipe, device_type), *_on_layout(recipe, layout, accumulation)]
+    if found:
+        raise RecipeError([Problem(key, message) for key, message in found])
+
+
+def check_shared(recipe: Recipe, shared: Sequence[str]) -> None:
+    """Raises RecipeError if gradients of parameters are added up over tp when the backward is over, and weights are to be
+    changed before."""
+    if recipe.optimizer.in_backward and shared:
+        message = (
+            f"with this tp_size each rank has a part of the gradient of {len(shared)} parameters ({', '.join(shared[:3])}...), and "
+            "they are added up after the backward; leave it out, or tensor parallelism"
+        )
+        raise RecipeError([Problem(IN_BACKWARD, message)])
 
 
 def settings(recipe: Recipe) -> dict[str, Any]:
@@ -29,9 +71,33 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     return {key: value for key, value in asked.items() if value is not None}
 
 
+def in_backward(optimizer: torch.optim.Optimizer, recipe: Recipe, parallel: Parallel) -> torch.optim.Optimizer:
+    """`optimizer`, stepped in the backward if `recipe` says so."""
+    if not recipe.optimizer.in_backward:
+        return optimizer
+    from meshtune.optim.in_backward import InBackward
+
+    return InBackward(optimizer, parallel.settled_late)
+
+
 def _on_device(recipe: Recipe, device_type: str) -> Iterable[tuple[str, str]]:
     if device_type != "cpu":
         return
     why = "moves to the memory of the CPU what is there already: this machine has no accelerator; leave it out"
     if recipe.training.activation_offload:
         yield "training.activation_offload", why
+
+
+def _on_layout(recipe: Recipe, layout: Layout, accumulation: int) -> Iterable[tuple[str, str]]:
+    if not recipe.optimizer.in_backward:
+        return
+    if layout.size("pp") > 1:
+        yield IN_BACKWARD, "cannot be had with pp_size above 1, where several micro-batches make a gradient"
+    elif accumulation > 1:
+        yield (
+            IN_BACKWARD,
+            f"an optimizer step has {accumulation} micro-batches, and a gradient is complete after the last of them; raise "
+            f"training.per_device_batch_size {accumulation}-fold, or lower training.global_batch_size",
+        )
+    if layout.strategy == "ddp" and layout.size("loss") > 1:
+        yield IN_BACKWARD, "is not made for strategy: ddp, which adds up gradients over ranks later; write `fsdp2`"

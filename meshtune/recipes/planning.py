@@ -65,7 +65,7 @@ def plan(recipe: Recipe, world_size: int, device_type: str = "cpu") -> Plan:
     sizes = recipe.training.batch_sizes(layout.size("batch"), recipe.distributed.pp_microbatches or layout.size("pp"))
     _check_strategy(layout)
     precision.check(recipe, device_type)
-    memory.check(recipe, layout, device_type)
+    memory.check(recipe, layout, device_type, sizes.accumulation)
     _check_pipeline(recipe, layout, sizes)
     source = resolve(recipe.model)
     layout.check(source.facts())

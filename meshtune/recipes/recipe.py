@@ -18,7 +18,7 @@ from meshtune.models.section import ModelSection
 from meshtune.observe.section import LoggingSection
 from meshtune.optim.schedule import LRSchedulerSection
 from meshtune.optim.section import OptimizerSection
-from meshtune.recipes import precision, quantizing, rounding
+from meshtune.recipes import memory, precision, quantizing, rounding
 from meshtune.training.best import COMPARED
 from meshtune.training.section import TrainingSection
 
@@ -64,6 +64,7 @@ class Recipe(Section):
         yield from quantizing.problems(self)
         yield from precision.problems(self)
         yield from rounding.problems(self)
+        yield from memory.problems(self)
         if self.recipe == "pretrain" and self.data.format in CONVERSATIONAL:
             yield "data.format", f"`{self.data.format}` belongs to `recipe: sft`; pretraining reads `text` or `tokens`"
         if self.data.streaming:

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from meshtune.recipes.recipe import Recipe
 
 # Each element of a parameter by itself, so that they can be stepped on slices.
-ELEMENTWISE = frozenset({"adamw", "sgd", "lion", "schedule_free_adamw"})
+SLICED = ("adamw", "sgd", "lion")
 
 
 def rounding(recipe: Recipe) -> Literal["nearest", "stochastic", "kahan"] | None:
     """The rounding of this recipe's weights; None where none that is trained is held in bfloat16."""
     if not _held_in_bfloat16(recipe):
         return None
-    return recipe.optimizer.rounding or ("stochastic" if recipe.optimizer.name in ELEMENTWISE else "nearest")
+    return recipe.optimizer.rounding or ("stochastic" if recipe.optimizer.name in SLICED else "nearest")
 
 
 def problems(recipe: Recipe) -> Iterable[tuple[str, str]]:
@@ -33,8 +33,8 @@ def problems(recipe: Recipe) -> Iterable[tuple[str, str]]:
             "optimizer.rounding",
             f"has no effect on weights held in float32; leave it out, or write `{key}: bfloat16`",
         )
-    elif asked != "nearest" and name not in ELEMENTWISE:
-        possible = ", ".join(sorted(ELEMENTWISE))
+    elif asked != "nearest" and name not in SLICED:
+        possible = ", ".join(SLICED)
         yield (
             "optimizer.rounding",
             f"{asked} is made for optimizers that treat each element by itself ({possible}), not for {name}; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from meshtune.errors import TrainingError
 from meshtune.layout import Layout
 from meshtune.models.causal_lm import CausalLM
 from meshtune.optim.grad_norm import clip_grad_norm_
+from meshtune.optim.in_backward import InBackward
 from meshtune.parallel import Objective, Parallel
 from meshtune.training.guard import ACTIONS, Guard, Verdict
 from meshtune.training.loss_scale import LossScale
@@ -81,26 +82,31 @@ class TrainStep:
                 f"step {step + 1}: no token of the global batch is supervised, so there is no loss to train on"
             )
         seed_ranks(self.seed, step, random_stream(self.layout))
+        self._set_rates(step, learning_rate)
         scale = None if self.loss_scale is None else self.loss_scale.value
         own = [batch.to(self.device) for batch in batches]
         loss_sum = total_loss(self.parallel.train(self.objective, own, 1 / supervised, scale), self.layout)
-        norm = self.parallel.grad_norm(self._parameters()) / (scale or 1.0)
+        norm = self.parallel.grad_norm(self._parameters(), self._freed).to(self.device) / (scale or 1.0)
         result = StepResult(loss_sum / supervised, loss_sum, norm, tokens, supervised, requests)
         result.metrics.update(self.parallel.metrics)
         result.verdict = self._judge(result, step)
         if result.verdict.action == "accept":
-            self._update(norm, step, learning_rate, scale or 1.0)
+            clip_grad_norm_(self._parameters(), self.max_grad_norm, norm, scale or 1.0)
+            self.optimizer.step()
         if self.loss_scale is not None and scale is not None:
             result.metrics.update(loss_scale=scale, overflows=self.loss_scale.overflows)
         self.optimizer.zero_grad(set_to_none=True)
         return result
 
-    def _update(self, norm: Tensor, step: int, learning_rate: float, loss_scale: float) -> None:
-        clip_grad_norm_(self._parameters(), self.max_grad_norm, norm, loss_scale)
+    def _set_rates(self, step: int, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)
             group["train_step"] = step
-        self.optimizer.step()
+
+    @property
+    def _freed(self) -> Mapping[nn.Parameter, Tensor]:
+        """Norms of the gradients that an optimizer has used up in the backward."""
+        return self.optimizer.norms if isinstance(self.optimizer, InBackward) else {}
 
     def _totals(self, batches: Sequence[Batch]) -> tuple[int, int, Requests]:
         """Supervised and real tokens of the global batch, and what was asked of the loop, in one reduction."""
@@ -127,8 +133,8 @@ class TrainStep:
                 verdict = Verdict(action, verdict.reason or "the figures of another rank are not finite")
         if verdict.action == "stop":
             raise TrainingError(
-                f"step {step + 1}: {verdict.reason}; no weight was changed by this step{self._where()}. Lower "
-                "training.learning_rate, lengthen the warm-up, or look at the rows of this step"
+                f"step {step + 1}: {verdict.reason}; {self._where()}. Lower training.learning_rate, lengthen the "
+                "warm-up, or look at the rows of this step"
             )
         if verdict.action == "accept":
             self.guard.took(loss)
@@ -145,8 +151,11 @@ class TrainStep:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _where(self) -> str:
+        if self._freed:
+            return "weights were changed in the backward (optimizer.in_backward): go on from a checkpoint"
         names = [name for name, p in self.model.model.named_parameters() if p.grad is not None and not _finite(p.grad)]
-        return f"; first gradients that are not finite on this rank: {', '.join(names[:3])}" if names else ""
+        found = f"; first gradients that are not finite on this rank: {', '.join(names[:3])}" if names else ""
+        return f"no weight was changed by this step{found}"
 
 
 def _finite(gradient: Tensor) -> bool:

@@ -36,14 +36,14 @@ def poisoned(steps: Sequence[int], kind: str = "nan", rank: int | None = None) -
         finally:
             now[0] = 0
 
-    def norm(self: Parallel, parameters: Any) -> torch.Tensor:
+    def norm(self: Parallel, parameters: Any, *rest: Any) -> torch.Tensor:
         parameters = list(parameters)
         if now[0] in steps and kind == "nan" and rank in (None, dist.get_rank()):
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(float("nan"))
-            return grad_norm(self, parameters) * float("nan")
-        return grad_norm(self, parameters)
+            return grad_norm(self, parameters, *rest) * float("nan")
+        return grad_norm(self, parameters, *rest)
 
     def loss(loss_sum: torch.Tensor, layout: Any) -> torch.Tensor:
         return total_loss(loss_sum, layout) * (10.0 if now[0] in steps and kind == "spike" else 1.0)
