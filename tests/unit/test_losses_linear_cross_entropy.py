@@ -224,3 +224,32 @@ def test_the_default_chunk_is_bounded_in_bytes_but_not_too_small() -> None:
     assert default_chunk_size(49152, cpu) == 341
     assert default_chunk_size(262144, cpu) == 256
     assert default_chunk_size(32, cpu) == 64 * 2**20 // 128
+
+
+@pytest.mark.parametrize("scale", [2.0**16, 655.36])
+def test_an_expected_scale_changes_no_number_in_float32(scale: float) -> None:
+    """The gradient is multiplied in the forward instead of the backward."""
+    hidden, targets, linear = make()
+    leaves, parameters = [hidden, *linear.parameters()], list(linear.parameters())
+    wanted = gradients(linear_cross_entropy(hidden, targets, linear, parameters) * scale, *leaves)
+    found = gradients(linear_cross_entropy(hidden, targets, linear, parameters, gradient_scale=scale) * scale, *leaves)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 * float(other.abs().max()))
+
+
+def test_small_gradients_do_not_vanish_in_float16() -> None:
+    """Probabilities below float16's least number still push their rows of the head: with the scale, as in float32."""
+    hidden, targets, linear = make(bias=False)
+    with torch.no_grad():
+        linear.weight *= 40  # far from every target but one
+        targets = linear(hidden).argmax(-1)
+    exact = gradients(linear_cross_entropy(hidden, targets, linear, [linear.weight]), linear.weight)[0]
+    half, scale = linear.half(), 2.0**10
+    halves = hidden.detach().half().requires_grad_()
+    errors = {}
+    for expected in (1.0, scale):
+        loss = linear_cross_entropy(halves, targets, half, [half.weight], gradient_scale=expected) * scale
+        found = gradients(loss, half.weight)[0].float() / scale
+        lost = (exact.abs() > 1e-9) & (found == 0)
+        errors[expected] = int(lost.sum())
+    assert errors[scale] < errors[1.0] / 2
