@@ -37,7 +37,7 @@ def check_beginning(model: nn.Module, init: str) -> None:
     owners: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for parameter in module._parameters.values():
-            owners.setdefault(id(parameter), []).append(path)
+            owners.setdefault(id(parameter), []).append(path.replace(".base_layer", ""))
     for path, layer in lora_layers(model):
         if hasattr(layer, "parameter_name"):
             raise ModelError(
@@ -59,8 +59,8 @@ def check_beginning(model: nn.Module, init: str) -> None:
             )
         if len(shared := owners[id(weight)]) > 1:
             raise ModelError(
-                f"peft.init_lora_weights: {init} would change the weight of {path}, which {' and '.join(shared)} share; write "
-                "`default`, or leave that layer out"
+                f"peft.init_lora_weights: {init} would change the weight of {path}, which {' and '.join(sorted(shared))} share; "
+                "write `default`, or leave that layer out"
             )
 
 
