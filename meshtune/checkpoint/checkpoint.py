@@ -18,7 +18,7 @@ from meshtune.checkpoint.background import Background
 from meshtune.checkpoint.loading import first_cause, load_state, stored_tensors
 from meshtune.checkpoint.space import bytes_needed, refuse_full
 from meshtune.checkpoint.staging import stage
-from meshtune.checkpoint.state import OptimizerState, State, model_state
+from meshtune.checkpoint.state import Kept, OptimizerState, model_state
 from meshtune.checkpoint.storage import Writer
 from meshtune.errors import CheckpointError
 
@@ -28,7 +28,8 @@ class Checkpointer:
     `completed`.
 
     Make it when the weights are in place and before the first step. With a `group` of gloo that nothing else uses, saving
-    is asynchronous: the state is copied, and written by a thread that talks to the other ranks' over this group.
+    is asynchronous: the state is copied, and written by a thread that talks to the other ranks' over this group. Of the model's
+    tensors those whose names are `kept` are written, and loaded; None: all.
     """
 
     def __init__(
@@ -38,10 +39,11 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         keep: int | None,
         group: dist.ProcessGroup | None = None,
+        kept: Kept | None = None,
     ):
-        self._run, self._model, self._keep, self._group = run, model, keep, group
+        self._run, self._model, self._keep, self._group, self._kept = run, model, keep, group, kept
         self._optimizer = OptimizerState(model, optimizer)
-        self._nbytes = bytes_needed(model, optimizer)
+        self._nbytes = bytes_needed(model, optimizer, kept)
         self._background = Background()
         self._completed: list[Path] = []
 
@@ -54,12 +56,13 @@ class Checkpointer:
         """
         self.finish()
         beside = self._on_first_rank(step, lambda: self._begin(step))
-        state = self._state()
-        if self._group is None:
-            self._write(state, beside, step, facts, best)
-        else:
-            copy = stage(state)
-            self._background.start(lambda: self._write(copy, beside, step, facts, best))
+        with self._optimizer.at_rest() as training:
+            state = {**model_state(self._model, self._kept), **self._optimizer.held().tensors(), **training}
+            if self._group is None:
+                self._write(state, beside, step, facts, best)
+            else:
+                copy = stage(state)
+                self._background.start(lambda: self._write(copy, beside, step, facts, best))
         return folder.path_of(self._run, step)
 
     def finish(self, patience: float | None = None) -> None:
@@ -84,11 +87,11 @@ class Checkpointer:
         complete = folder.read(path)
         stored = stored_tensors(path)
         self._optimizer.make(stored)
-        load_state(self._state(), path, stored)
+        with self._optimizer.at_rest() as training:
+            held = self._optimizer.held()
+            load_state({**model_state(self._model, self._kept), **held.tensors(), **training}, path, stored)
+            held.filled()
         return complete.manifest
-
-    def _state(self) -> State:
-        return {**model_state(self._model), **self._optimizer.tensors()}
 
     def _begin(self, step: int) -> Path:
         refuse_full(self._run, self._nbytes)

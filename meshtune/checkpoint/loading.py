@@ -12,17 +12,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from meshtune.checkpoint import folder
-from meshtune.checkpoint.state import State, model_state
+from meshtune.checkpoint.state import Kept, State, model_state
 from meshtune.checkpoint.storage import Reader
 from meshtune.errors import CheckpointError
 
 Stored = Mapping[str, TensorStorageMetadata | BytesStorageMetadata]
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
-    """Fill the parameters and persistent buffers of `model` from a complete checkpoint."""
+def load_weights(path: Path, model: nn.Module, kept: Kept | None = None) -> None:
+    """Fill the parameters and persistent buffers of `model`, or those whose names are `kept`, from a complete checkpoint."""
     folder.read(path)
-    state = model_state(model)
+    state = model_state(model, kept)
     load_state(state, path, {name: entry for name, entry in stored_tensors(path).items() if name.startswith("model.")})
 
 

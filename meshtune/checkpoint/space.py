@@ -11,18 +11,21 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from meshtune.checkpoint.state import moments
+from meshtune.checkpoint.state import Kept
 from meshtune.errors import CheckpointError
 from meshtune.layout.pieces import named_pieces, whole_shape
+from meshtune.optim.kept import state_bytes
 
 
-def bytes_needed(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """About how large a checkpoint of this run is, all ranks together: parameters and their moments."""
-    each, pieces = moments(optimizer), named_pieces(model)
-    return sum(
-        math.prod(whole_shape(p.shape, pieces.get(name))) * p.element_size() * (1 + each * p.requires_grad)
-        for name, p in model.named_parameters()
-    )
+def bytes_needed(model: nn.Module, optimizer: torch.optim.Optimizer, kept: Kept | None = None) -> int:
+    """About how large a checkpoint of this run is, all ranks together: parameters, or those `kept`, and their moments."""
+    pieces, needed = named_pieces(model), 0
+    for name, parameter in model.named_parameters():
+        if kept is None or kept(name):
+            shape, each = whole_shape(parameter.shape, pieces.get(name)), parameter.element_size()
+            needed += math.prod(shape) * each
+            needed += state_bytes(optimizer, parameter, shape, each) if parameter.requires_grad else 0
+    return needed
 
 
 def check_space(run: Path, needed: int) -> None:

@@ -6,7 +6,8 @@ Learning rate, weight decay and other constants of the optimizer are not stored:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +15,19 @@ from torch.distributed.tensor import DTensor
 
 from meshtune.checkpoint.part import Part
 from meshtune.layout.pieces import Piece, aliases, named_pieces
+from meshtune.optim import kept as keeping
+from meshtune.optim.averaging import IN_TRAINING, averaged
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
+_ROWS = "rows"  # the axis of a piece that no axis of the layout has cut
 
 
 State = dict[str, Tensor]
+Kept = Callable[[str], bool]
 
 
-def model_state(model: nn.Module) -> State:
-    """`model.<name>` of every parameter and persistent buffer, sharing their memory.
+def model_state(model: nn.Module, kept: Kept | None = None) -> State:
+    """`model.<name>` of every parameter and persistent buffer, or of those whose names are `kept`, sharing their memory.
 
     A tied tensor is there once, under the name of its origin, also where this rank has only a copy of it.
     """
@@ -30,7 +35,7 @@ def model_state(model: nn.Module) -> State:
     state: State = {}
     pieces, names = named_pieces(model), aliases(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
+        if id(tensor) not in seen and (kept is None or kept(name)):
             seen.add(id(tensor))
             state[f"{_MODEL}.{names.get(name, name)}"] = _part(tensor.detach(), pieces.get(name))
     return state
@@ -43,7 +48,7 @@ def _part(tensor: Tensor, piece: Piece | None) -> Tensor:
 
 
 class OptimizerState:
-    """An optimizer's moments under its parameters' names.
+    """An optimizer's moments and counters under its parameters' names.
 
     Make it before the first step: after a validation the modules of FSDP2 may hold gathered parameters, which are not
     those that the optimizer knows.
@@ -51,38 +56,70 @@ class OptimizerState:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self._optimizer = optimizer
-        self._parameters = dict(model.named_parameters())
-        self._pieces, self._names = named_pieces(model), aliases(model)
+        names, pieces = aliases(model), named_pieces(model)
+        parameters = dict(model.named_parameters())
+        self._names = {parameter: names.get(name, name) for name, parameter in parameters.items()}
+        self._pieces = {parameter: pieces.get(name) for name, parameter in parameters.items()}
+
+    def held(self) -> Held:
+        """What there is of it now, sharing memory with the optimizer's state."""
+        return Held(tuple(keeping.kept(self._optimizer)), self._names, self._pieces)
 
     def tensors(self) -> State:
-        """`optimizer.<name>.<moment>`, sharing memory with the optimizer's state."""
-        return {
-            f"{_OPTIMIZER}.{self._names.get(name, name)}.{key}": _part(
-                value, self._pieces.get(name) if value.ndim else None
-            )
-            for name, parameter in self._parameters.items()
-            for key, value in self._optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
-        }
+        """`optimizer.<name>.<moment>`, see `held`."""
+        return self.held().tensors()
 
     def make(self, stored: Iterable[str]) -> None:
-        """Give the parameters whose moments are among the names `stored` some of their own, to be filled.
-
-        A step with zero gradients at learning rate zero makes them; it leaves the weights as they are.
-        """
+        """Give the parameters whose moments are among the names `stored` some of their own, to be filled."""
         prefix = f"{_OPTIMIZER}."
         owners = {key.removeprefix(prefix).rpartition(".")[0] for key in stored if key.startswith(prefix)}
-        for name, parameter in self._parameters.items():
-            parameter.grad = torch.zeros_like(parameter) if self._names.get(name, name) in owners else None
-        rates = [group["lr"] for group in self._optimizer.param_groups]
-        for group in self._optimizer.param_groups:
-            group["lr"] = 0.0
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        keeping.make(self._optimizer, self._names, owners)
+
+    @contextmanager
+    def at_rest(self) -> Iterator[State]:
+        """Inside, weights have the values that are to be kept and exported. Gives, under `optimizer.<name>.training_weight`,
+        those that go on being trained where they are others."""
+        with averaged(self._optimizer) as before:
+            yield {
+                f"{_OPTIMIZER}.{self._names[p]}.{IN_TRAINING}": self._like(values, p) for p, values in before.items()
+            }
+
+    def _like(self, values: Tensor, parameter: nn.Parameter) -> Tensor:
+        """This rank's part of a tensor that is laid out as `parameter` is."""
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            shape, stride = parameter.shape, parameter.stride()
+            values = DTensor.from_local(values, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return _part(values, self._pieces[parameter])
 
 
-def moments(optimizer: torch.optim.Optimizer) -> int:
-    """How many tensors as large as a parameter the optimizer keeps for each."""
-    return 2 if isinstance(optimizer, torch.optim.AdamW) else int(bool(optimizer.defaults.get("momentum")))
+class Held:
+    """The tensors of an optimizer's state at one time."""
+
+    def __init__(
+        self,
+        tensors: Sequence[keeping.StateTensor],
+        names: Mapping[nn.Parameter, str],
+        pieces: Mapping[nn.Parameter, Piece | None],
+    ):
+        self._tensors, self._names, self._pieces = tensors, names, pieces
+
+    def tensors(self) -> State:
+        """`optimizer.<name>.<moment>`."""
+        return {f"{_OPTIMIZER}.{self._name(entry)}.{entry.key}": self._placed(entry) for entry in self._tensors}
+
+    def filled(self) -> None:
+        """Call when the tensors were filled: numbers go back to where they are counted."""
+        for entry in self._tensors:
+            if entry.put is not None:
+                entry.put(entry.tensor)
+
+    def _name(self, entry: keeping.StateTensor) -> str:
+        return entry.of if isinstance(entry.of, str) else self._names[entry.of]
+
+    def _placed(self, entry: keeping.StateTensor) -> Tensor:
+        if entry.whole is not None:
+            rows = (entry.start, len(entry.tensor))
+            return Part(entry.tensor, Piece(_ROWS, entry.whole, 0, (rows,)))
+        piece = None if isinstance(entry.of, str) else self._pieces[entry.of]
+        return _part(entry.tensor, piece if entry.tensor.ndim else None)

@@ -6,6 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshtune.errors import LayoutError
+from meshtune.layout.pieces import Cut
+
+
+@dataclass(frozen=True)
+class Around:
+    """A module around an experts module that holds something for each expert, too: how its parameters are cut with them, by their
+    full names, and its own `counters`."""
+
+    path: str
+    cuts: Mapping[str, Cut]
+    counters: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -14,7 +25,7 @@ class Experts:
 
     `parameters` and `counters` are names on the module itself: parameters whose dimension 0 counts experts, and integer
     attributes that say how many there are. With `by_rows` its caller says where tokens go by the order of rows: as many for
-    each expert, expert after expert.
+    each expert, expert after expert. `around` are modules around it, the outermost first.
     """
 
     path: str
@@ -22,6 +33,17 @@ class Experts:
     parameters: tuple[str, ...]
     counters: tuple[str, ...]
     by_rows: bool = False
+    around: tuple[Around, ...] = ()
+
+    @property
+    def outermost(self) -> str:
+        """The path of what holds all that counts these experts."""
+        return self.around[0].path if self.around else self.path
+
+    def cuts(self) -> dict[str, Cut]:
+        """Rows of what the ranks of `ep` share out, by full names."""
+        own = {f"{self.path}.{name}": Cut("ep", 0, (self.count,)) for name in self.parameters}
+        return {name: cut for part in (own, *(outer.cuts for outer in self.around)) for name, cut in part.items()}
 
     def share(self, ep: int) -> int:
         """Experts on each of `ep` ranks: rank r has those from `r * share` on. Raises LayoutError if they do not divide."""

@@ -48,7 +48,7 @@ def placed(
 ) -> Iterator[Placed]:
     """For each (name, shape, bytes of an element) of a model. `stage_of` tells the pipeline stages that hold a parameter."""
     experts = (
-        {f"{found.path}.{name}": found for found in plan.experts for name in found.parameters} if layout.ep > 1 else {}
+        {name: (found, cut) for found in plan.experts for name, cut in found.cuts().items()} if layout.ep > 1 else {}
     )
     inside = tuple(f"{unit}." for unit in plan.units)
     for name, shape, width in parameters:
@@ -56,8 +56,9 @@ def placed(
         if layout.size("pp") > 1:
             placement["pp"] = stage_of(name)
         if name in experts:
-            local[0] //= layout.ep
-            placement["ep"] = f"Shard(0), {experts[name].count} experts"
+            found, shared_out = experts[name]
+            local = list(shared_out.piece(tuple(shape), layout.ep, 0).local_shape)
+            placement["ep"] = f"Shard({shared_out.dim}), {found.count} experts"
         elif (cut := plan.cuts.get(name)) is not None and layout.size("tp") > 1:
             local = list(cut.piece(tuple(shape), layout.size("tp"), 0).local_shape)
             placement["tp"] = f"Shard({cut.dim % len(shape)})" + (

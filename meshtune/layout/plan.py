@@ -76,6 +76,7 @@ class Plan:
         sequences: how blocks are given sequences.
         experts: modules whose experts are shared out where the layout has an `ep` axis.
         balancing: the load-balancing loss that the model asks for.
+        wrapped: paths of modules that stand inside others, by the paths that the model's own code and config know them by.
     """
 
     units: tuple[str, ...] = ()
@@ -93,6 +94,7 @@ class Plan:
     balancing: Balancing | None = None
     sequences: Sequences = Sequences()
     joined_units: frozenset[str] = frozenset()
+    wrapped: Mapping[str, str] = field(default_factory=dict)
 
     def on_stage(self, units: Sequence[str], absent: Collection[str]) -> Plan:
         """The rules of what a pipeline rank holds: the blocks `units`, and all that is not inside the modules `absent`."""

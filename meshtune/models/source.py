@@ -7,7 +7,7 @@ import math
 import os
 import struct
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from transformers.models.auto.auto_factory import _get_model_class
 from meshtune.config.inside import inside
 from meshtune.errors import ModelError
 from meshtune.models import hub
+from meshtune.models.quantization.section import QuantizationSection
+from meshtune.models.quantization.stored import beside_weights, check_form
 from meshtune.models.section import ModelSection
 
 _INDEX = "model.safetensors.index.json"
@@ -43,6 +45,8 @@ class Source:
     files: list[str] = field(default_factory=list)
     gguf_file: str | None = None
     dtype: torch.dtype = torch.float32
+    held: torch.dtype | None = None
+    """What weights are held in, where not `master_dtype` decides."""
 
     @property
     def name(self) -> str:
@@ -56,7 +60,15 @@ class Source:
     @property
     def master_dtype(self) -> torch.dtype:
         """The dtype in which weights are held and updated."""
+        if self.held is not None:
+            return self.held
         return torch.float32 if self.section.dtype == "auto" else getattr(torch, self.section.dtype)
+
+    def frozen(self, compute_dtype: torch.dtype, widens: bool) -> Source:
+        """The same, its weights held in the checkpoint's own dtype, or the one that the recipe names, as befits what is not
+        trained. Where weights do not `widen` to the compute dtype when they are used, float32 takes the place of another one."""
+        dtype = self.export_dtype
+        return replace(self, held=dtype if widens or dtype == compute_dtype else torch.float32)
 
     @property
     def max_positions(self) -> int | None:
@@ -74,14 +86,15 @@ class Source:
         }
 
 
-def resolve(section: ModelSection) -> Source:
+def resolve(section: ModelSection, quantization: QuantizationSection | None = None) -> Source:
     """Find config, class and weight files of `section`, and check each file's length against its own header.
 
-    Raises ModelError: no such model, not a causal language model, a missing, truncated or unreadable file.
+    Raises ModelError: no such model, not a causal language model, a missing, truncated or unreadable file, weights that are
+    quantised in a form that `quantization` does not name.
     """
     location, gguf_file = _locate(section)
     config = _config(section, location, gguf_file)
-    _refuse_quantized(section, config)
+    _check_quantized(section, config, quantization)
     model_class, config = _model_class(section, location, config)
     files = [] if section.weights == "random" else weight_files(section, location, config, model_class, gguf_file)
     dtype = _checkpoint_dtype(files) or getattr(config, "dtype", None) or torch.float32
@@ -141,13 +154,10 @@ def _config(section: ModelSection, location: str, gguf_file: str | None) -> PreT
         raise ModelError(f"model.name: no config could be read for {section.name}: {reason}") from error
 
 
-def _refuse_quantized(section: ModelSection, config: PreTrainedConfig) -> None:
-    quantization = getattr(config, "quantization_config", None)
-    if quantization and not section.name.endswith(".gguf"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-        raise ModelError(
-            f"model.name: {section.name} is quantised ({method}); training every weight needs the unquantised checkpoint"
-        )
+def _check_quantized(section: ModelSection, config: PreTrainedConfig, wanted: QuantizationSection | None) -> None:
+    found = getattr(config, "quantization_config", None)
+    if found and not section.name.endswith(".gguf"):
+        check_form(section.name, found if isinstance(found, dict) else found.to_dict(), wanted)
 
 
 def _model_class(
@@ -264,21 +274,27 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 def stored_dtypes(source: Source) -> dict[str, torch.dtype | None]:
-    """Every tensor of the checkpoint's safetensors files, and its dtype there if it is a floating one."""
-    return {
+    """Every tensor of the checkpoint's safetensors files, and its dtype there if it is a floating one. What stands beside a
+    quantised weight is a part of it."""
+    found = {
         name: _DTYPES.get(entry["dtype"])
         for file in source.files
         if file.endswith(".safetensors")
         for name, entry in safetensors_header(Path(file)).items()
     }
+    parts = {name for beside in beside_weights(found).values() for name in beside.values()}
+    return {name: dtype for name, dtype in found.items() if name not in parts}
 
 
 def _checkpoint_dtype(files: list[str]) -> torch.dtype | None:
     """The floating dtype that most of the checkpoint's elements have, or None."""
     elements: Counter[torch.dtype] = Counter()
-    for file in files:
-        for entry in safetensors_header(Path(file)).values() if file.endswith(".safetensors") else ():
-            if entry["dtype"] in _DTYPES:
-                dtype = _DTYPES[entry["dtype"]]
-                elements[dtype] += math.prod(entry["shape"])
+    headers = {
+        n: e for file in files if file.endswith(".safetensors") for n, e in safetensors_header(Path(file)).items()
+    }
+    parts = {name for beside in beside_weights(headers).values() for name in beside.values()}
+    for name, entry in headers.items():
+        if entry["dtype"] in _DTYPES and name not in parts:
+            dtype = _DTYPES[entry["dtype"]]
+            elements[dtype] += math.prod(entry["shape"])
     return max(elements, key=elements.__getitem__, default=None)

@@ -18,6 +18,8 @@ def training_flops_per_token(
     mean_document_length: float,
     head_parameters: int = 0,
     supervised_fraction: float = 1.0,
+    frozen_parameters: int = 0,
+    frozen_head_parameters: int = 0,
 ) -> float:
     """Floating point operations that forward and backward need for one token.
 
@@ -34,8 +36,11 @@ def training_flops_per_token(
         mean_document_length: T in tokens, as a token sees it: `mean_document_length(lengths)`.
         head_parameters: N_head, also of a head that shares its weight with the embedding.
         supervised_fraction: f, supervised tokens divided by tokens, 0 to 1.
+        frozen_parameters: those of N that get no gradient, which saves a third of their arithmetic.
+        frozen_head_parameters: likewise of N_head.
     """
     weights = 6.0 * (num_parameters + supervised_fraction * head_parameters)
+    weights -= 2.0 * (frozen_parameters + supervised_fraction * frozen_head_parameters)
     return weights + 6.0 * num_layers * attention_size * mean_document_length
 
 

@@ -19,16 +19,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from meshtune.layout import Layout, Plan
-from meshtune.layout.pieces import Cut, set_aliases
+from meshtune.layout.pieces import set_aliases
 from meshtune.layout.span import Absent
 from meshtune.parallel import stages
 from meshtune.parallel.activation_checkpointing import KINDS, Kind, Mode, Reopening, checkpoint_activations, offloaded
 from meshtune.parallel.balance import Balance
 from meshtune.parallel.compile import compile_units
-from meshtune.parallel.experts import dispatch, shard_experts
+from meshtune.parallel.experts import shard_experts, share_out
 from meshtune.parallel.float8 import Float8, swap
 from meshtune.parallel.stages import Stages
-from meshtune.parallel.tensor import cut_parameters, parallelize, shared_parameters
+from meshtune.parallel.tensor import parallelize, shared_parameters
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,7 @@ def shard(root: nn.Module, model: nn.Module, layout: Layout, plan: Plan, setting
         parallelize(model, plan, layout, [stage.blocks for stage in cut.local] if cut else ())
     if layout.ep > 1:
         for found in plan.experts:
-            cuts = {f"{found.path}.{name}": Cut("ep", 0, (found.count,)) for name in found.parameters}
-            cut_parameters(model, cuts, layout)
-            dispatch(model.get_submodule(found.path), found, layout)
+            share_out(model, found, layout)
     if (told := getattr(root, "set_layout", None)) is not None:
         told(layout)
     shared = tuple(shared_parameters(model, plan, layout))
@@ -97,7 +95,7 @@ def shard(root: nn.Module, model: nn.Module, layout: Layout, plan: Plan, setting
         setattr(root, "around_trunk", partial(offloaded, layout.device_type))  # noqa: B010  an attribute of CausalLM
     if settings.compile:
         compile_units(units, layout.device_type)
-    if layout.strategy == "fsdp2" and not _nothing_to_share(layout, settings):
+    if layout.strategy == "fsdp2" and (_converts(model, settings) or not _nothing_to_share(layout)):
         _shard_data_parallel(root, model, units, layout, plan, settings)
     return Sharded(plan, shared, cut, balance)
 
@@ -105,7 +103,7 @@ def shard(root: nn.Module, model: nn.Module, layout: Layout, plan: Plan, setting
 def _cut_stages(root: nn.Module, model: nn.Module, layout: Layout, plan: Plan, settings: Settings) -> Stages | None:
     if layout.size("pp") == 1:
         return None
-    mixed = layout.strategy == "fsdp2" and settings.compute_dtype != torch.float32
+    mixed = layout.strategy == "fsdp2" and _converts(model, settings)
     cut = stages.cut(
         root,
         model,
@@ -115,6 +113,7 @@ def _cut_stages(root: nn.Module, model: nn.Module, layout: Layout, plan: Plan, s
         embedding_dtype=settings.compute_dtype if mixed else None,
         active_share=settings.active_share,
         joined=plan.joined_units,
+        wrapped=plan.wrapped,
     )
     tied = {name: first for name, first in cut.placement.canonical.items() if name != first}
     set_aliases(model, {name: first for name, first in tied.items() if not cut.holds(first)})
@@ -133,29 +132,32 @@ def _reopening(settings: Settings, balance: Balance | None) -> Reopening | None:
     return both
 
 
-def _nothing_to_share(layout: Layout, settings: Settings) -> bool:
-    """One rank has all that data parallelism would share out, and computes in the dtype of the weights: FSDP2 would only copy."""
-    ranks = layout.size("dp_replicate") * layout.size("fsdp")
-    return ranks == 1 and layout.ep == 1 and settings.compute_dtype == torch.float32
+def _nothing_to_share(layout: Layout) -> bool:
+    """One rank has all that data parallelism would share out."""
+    return layout.size("dp_replicate") * layout.size("fsdp") == 1 and layout.ep == 1
+
+
+def _converts(model: nn.Module, settings: Settings) -> bool:
+    """Whether weights are held in another dtype than they are used in (frozen ones in their checkpoint's), or in a narrow one,
+    whose gradients are reduced in float32. FSDP2 does that; where nothing is shared out either, it would only copy."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return dtypes | {settings.compute_dtype} != {torch.float32}
 
 
 def _shard_data_parallel(
     root: nn.Module, model: nn.Module, units: list[nn.Module], layout: Layout, plan: Plan, settings: Settings
 ) -> None:
+    policy = MixedPrecisionPolicy()
+    if _converts(model, settings):
+        policy = MixedPrecisionPolicy(param_dtype=settings.compute_dtype, reduce_dtype=torch.float32)
     if layout.ep > 1:
         for found in plan.experts:
-            shard_experts(model.get_submodule(found.path), layout, settings.compute_dtype)
+            shard_experts(model.get_submodule(found.outermost), layout, policy)
     for module in (*units, root):
-        fully_shard(module, mesh=layout.data_parallel_mesh, mp_policy=_mixed_precision(settings))
+        fully_shard(module, mesh=layout.data_parallel_mesh, mp_policy=policy)
     for module in root.modules():
         if isinstance(
             module, FSDPModule
         ):  # gradients of dense parameters and of experts meet different numbers of ranks
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def _mixed_precision(settings: Settings) -> MixedPrecisionPolicy:
-    if settings.compute_dtype == torch.float32:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=settings.compute_dtype, reduce_dtype=torch.float32)

@@ -8,7 +8,7 @@ travels once to each rank, to however many experts there. No row is dropped, and
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,18 @@ from meshtune.layout.collectives import all_to_all
 from meshtune.layout.experts import Experts
 from meshtune.layout.peers import Peers
 from meshtune.parallel.sorted_experts import SortedDispatch
+from meshtune.parallel.tensor import cut_parameters
+
+_AS_HELD = MixedPrecisionPolicy()
+
+
+def share_out(model: nn.Module, experts: Experts, layout: Layout) -> None:
+    """Cut the experts of `model` that `experts` describes over the ranks of `ep`, and let each serve the tokens of all."""
+    cut_parameters(model, experts.cuts(), layout)
+    for outer in experts.around:
+        for name in outer.counters:
+            setattr(model.get_submodule(outer.path), name, experts.share(layout.ep))
+    dispatch(model.get_submodule(experts.path), experts, layout)
 
 
 def dispatch(module: nn.Module, experts: Experts, layout: Layout) -> None:
@@ -42,14 +54,12 @@ def dispatch(module: nn.Module, experts: Experts, layout: Layout) -> None:
     module.register_forward_hook(hooks.collect, prepend=True)
 
 
-def shard_experts(module: nn.Module, layout: Layout, compute_dtype: torch.dtype = torch.float32) -> None:
+def shard_experts(module: nn.Module, layout: Layout, policy: MixedPrecisionPolicy = _AS_HELD) -> None:
     """Shard this rank's experts over the ranks that hold the same ones; gradients are summed.
 
     Routing weights keep their own dtype: a module of a block that is sharded as one gets them so, too.
     """
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if compute_dtype != torch.float32:
-        policy = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
+    policy = replace(policy, cast_forward_inputs=False)
     fully_shard(module, mesh=layout.expert_data_parallel_mesh, mp_policy=policy)
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)

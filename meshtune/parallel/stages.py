@@ -6,7 +6,7 @@ on each; its gradients are summed once per optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,7 @@ def cut(
     embedding_dtype: torch.dtype | None = None,
     active_share: float = 1.0,
     joined: Collection[str] = (),
+    wrapped: Mapping[str, str] | None = None,
 ) -> Stages:
     """Keep this rank's stages of `model`, in place, and say what they are. Call it on the meta device, before anything else.
 
@@ -96,6 +97,7 @@ def cut(
         embedding_dtype: of the embedding's output, where that is not the dtype of its weight (mixed precision).
         active_share: of stacked experts' parameters, what one token meets.
         joined: blocks that must be on one stage with the one before them.
+        wrapped: where modules stand that the model knows by another path.
 
     Raises LayoutError if there are fewer layers than stages, and ModelError if a layer runs more than once.
     """
@@ -113,7 +115,7 @@ def cut(
     rank = layout.rank("pp")
     local = tuple(_stage(model, placement, rank + ranks * i, embedding_dtype) for i in range(per_rank))
     _put_stand_ins(model, placement, rank, embedding_dtype)
-    _keep_ties_within(model, placement, rank)
+    _keep_ties_within(model, placement, rank, wrapped or {})
     return Stages(ranks * per_rank, rank, local, _shared(placement, rank), placement)
 
 
@@ -170,10 +172,15 @@ def _shared(placement: Placement, rank: int) -> tuple[Shared, ...]:
     return tuple(found)
 
 
-def _keep_ties_within(model: Any, placement: Placement, rank: int) -> None:
+def _keep_ties_within(model: Any, placement: Placement, rank: int, wrapped: Mapping[str, str]) -> None:
     """Tell a transformers model of those ties only whose two ends are on this rank: it ties again when it is loaded."""
+
+    def is_here(name: str) -> bool:
+        path, _, leaf = name.rpartition(".")
+        return rank in placement.holders.get(f"{wrapped.get(path, path)}.{leaf}", (rank,))
+
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    kept = {a: b for a, b in ties.items() if all(rank in placement.holders.get(name, (rank,)) for name in (a, b))}
+    kept = {a: b for a, b in ties.items() if is_here(a) and is_here(b)}
     if kept == ties:
         return
     for module in model.modules():

@@ -85,7 +85,7 @@ def shared_parameters(model: nn.Module, plan: Plan, layout: Layout) -> list[str]
     if not layout.sequence_parallel:
         return [name for name in names if name in plan.shared]
     inside = tuple(f"{unit}." for unit in plan.units)
-    return [name for name in names if name.startswith(inside)]
+    return [name for name in names if name.startswith(inside) or name in plan.shared]
 
 
 def _set_local(module: nn.Module, name: str, value: Any) -> None:

@@ -13,12 +13,15 @@ from meshtune.data.loader import Loader, validation_batches
 from meshtune.data.order import GlobalOrder
 from meshtune.layout.world import background_group
 from meshtune.models import hf
+from meshtune.models.adapters.view import base_view, kept_of
 from meshtune.models.causal_lm import CausalLM
 from meshtune.models.documents import reopening
 from meshtune.models.initialize import fill, initialize
-from meshtune.observe import compute_dtype, training_flops_per_token
+from meshtune.models.trainable import freeze
+from meshtune.observe import compute_dtype
 from meshtune.parallel import Parallel, Settings, replicate, shard
-from meshtune.recipes import memory, precision
+from meshtune.recipes import adapting, memory, optimizing, precision
+from meshtune.recipes.arithmetic import active_share, flops_per_token, sizes
 from meshtune.recipes.objectives import next_token, next_token_scores
 from meshtune.recipes.plans import declare
 from meshtune.recipes.rounding import rounded
@@ -35,16 +38,32 @@ from meshtune.training.step import TrainStep, validate
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from meshtune.models.source import Source
     from meshtune.recipes.run import Setup
 
 
 def build_model(setup: Setup, weights: Mapping[str, torch.Tensor] | None) -> tuple[CausalLM, Parallel]:
-    """Meta model, plan, shards, weights. Of a run that is resumed, the checkpoint will fill the parameters."""
-    source, device = setup.plan.source, setup.world.device
+    """Meta model, plan, adapter, shards, weights, what is frozen: in this order.
+
+    The plan is that of the bare model, whose blocks were tried. Stages are cut by what gradients reach, and loading lets every
+    weight require one, so that freezing comes after both. Of a run that is resumed, the checkpoint fills what is trained.
+    """
+    adapter, device = setup.adapter, setup.world.device
     training = setup.recipe.training
+    source = adapting.held(setup.plan.source, setup.recipe, compute_dtype(setup.precision))
+    setup.base = setup.world.from_first(lambda: adapting.base_of(setup.recipe, source, weights, setup.resume))
     model = hf.build(source, setup.attention.implementation)
     root = CausalLM(model, whole=setup.attention.whole)
     plan = declare(model, setup.findings, setup.layout)
+    whole = sizes(model)
+    if adapter is not None:
+        plan = adapting.put(model, setup.recipe, adapter, plan)
+    setup.trained = adapting.trained(model, setup.recipe.model)
+    if setup.trained is not None and setup.world.is_first:
+        print(f"trained     {setup.trained.summary()}", flush=True)
+    setup.learning = optimizing.choose(setup.recipe, model, setup.trained)
+    if setup.learning.lines and setup.world.is_first:
+        print("\n".join(setup.learning.lines), flush=True)
     float8 = precision.chosen(setup.recipe, device, model, plan, setup.layout)
     if float8 is not None and setup.world.is_first:
         print(f"fp8         {float8.summary()}", flush=True)
@@ -55,40 +74,55 @@ def build_model(setup: Setup, weights: Mapping[str, torch.Tensor] | None) -> tup
         reopening,
         setup.recipe.distributed.pp_schedule or "1f1b",
         setup.recipe.distributed.pp_microbatches,
-        _active_share(model.config.get_text_config(decoder=True)),
+        active_share(model.config.get_text_config(decoder=True)),
         **memory.settings(setup.recipe),
         float8=float8,
     )
-    setup.flops_per_token = _flops_per_token(setup, model)
+    if setup.trained is not None:
+        whole = adapting.sizes_of(model, whole, setup.trained)
+    data = setup.train_data
+    setup.flops_per_token = flops_per_token(model, whole, data.mean_length, data.supervised_share)
     sharded = shard(root, model, setup.layout, plan, settings)
     memory.check_shared(setup.recipe, sharded.shared)
-    if setup.resume is not None:
-        initialize(model, None, device)
-    elif weights is not None:
-        initialize(model, None, device)
-        fill(model, weights)
-    elif source.section.weights == "random":
-        initialize(model, setup.recipe.seed, device)
-    else:
-        setup.world.all_together(lambda: hf.load(model, source, device))
+    _fill(setup, model, source, weights)
+    if adapter is not None:
+        adapting.fill(setup, model, sharded.plan)
+    if setup.trained is not None:
+        freeze(model, setup.trained)
     return root, replicate(root, model, setup.layout, sharded, settings)
+
+
+def _fill(setup: Setup, model: PreTrainedModel, source: Source, weights: Mapping[str, torch.Tensor] | None) -> None:
+    """Give the model's own weights their values; where the checkpoint to resume from holds them all, storage."""
+    base, device = base_view(model), setup.world.device
+    if setup.resume is not None and setup.adapter is None:
+        initialize(base, None, device)
+    elif weights is not None:
+        initialize(base, None, device)
+        fill(base, weights)
+    elif source.section.weights == "random":
+        initialize(base, setup.recipe.seed, device)
+    else:
+        setup.world.all_together(lambda: hf.load(base, source, device))
 
 
 def assemble(setup: Setup, parallel: Parallel, stop: SignalStop) -> tuple[Fit, TrainState, Reporter]:
     """Optimizer, order, checkpoints and the reporter, and the state that a checkpoint left."""
     recipe, layout, device = setup.recipe, setup.layout, setup.world.device
     model = setup.model.model
-    optimizer = recipe.optimizer.build(model.named_modules(), recipe.training.learning_rate)
+    optimizer = optimizing.build(recipe, model, setup.learning, layout)
     optimizer = memory.in_backward(rounded(optimizer, recipe, model), recipe, parallel)
     loader = Loader(setup.course.order, **_share(setup))
     group = background_group() if recipe.checkpoint.asynchronous else None
-    keeper = Checkpointer(setup.run, model, optimizer, recipe.checkpoint.keep, group)
-    setup.world.from_first(lambda: check_space(setup.run, bytes_needed(model, optimizer)))
-    saver, guard = RunSaver(setup, keeper), recipe.training.guard()
+    kept = kept_of(model)
+    keeper = Checkpointer(setup.run, model, optimizer, recipe.checkpoint.keep, group, kept)
+    setup.world.from_first(lambda: check_space(setup.run, bytes_needed(model, optimizer, kept)))
+    saver, guard = RunSaver(setup, keeper, optimizer), recipe.training.guard()
     loss_scale = LossScale() if compute_dtype(setup.precision) == torch.float16 else None
     state = TrainState()
     if setup.resume is not None:
         state = saver.resume(setup.resume.path)
+        adapting.take_part(model)
         loader.load_state_dict(state.loader)
         guard.load_state_dict(state.guard)
         if loss_scale is not None:
@@ -116,7 +150,7 @@ def assemble(setup: Setup, parallel: Parallel, stop: SignalStop) -> tuple[Fit, T
         guard=guard,
         loss_scale=loss_scale,
         best=BestMetric.named(recipe.checkpoint.best_metric),
-        validate=_validator(setup, parallel),
+        validate=_validator(setup, parallel, optimizer),
         validate_every=recipe.training.eval_every_steps,
         validate_every_epochs=recipe.training.eval_every_epochs,
     )
@@ -132,7 +166,7 @@ def _share(setup: Setup) -> dict[str, int]:
     }
 
 
-def _validator(setup: Setup, parallel: Parallel) -> Any:
+def _validator(setup: Setup, parallel: Parallel, optimizer: torch.optim.Optimizer) -> Any:
     orders = {
         name: GlobalOrder(
             data,
@@ -149,7 +183,8 @@ def _validator(setup: Setup, parallel: Parallel) -> Any:
         metrics = {}
         for name, order in orders.items():
             batches = validation_batches(order, **_share(setup))
-            found = validate(parallel, setup.model, next_token_scores, batches, setup.layout, setup.world.device)
+            with optimizing.evaluated(optimizer, setup.model):
+                found = validate(parallel, setup.model, next_token_scores, batches, setup.layout, setup.world.device)
             metrics.update({"_".join(filter(None, ("validation", name, key))): value for key, value in found.items()})
         return metrics
 
@@ -166,27 +201,3 @@ def _reporter(setup: Setup) -> Reporter:
         setup.flops_per_token,
         setup.peak_flops,
     )
-
-
-def _flops_per_token(setup: Setup, model: PreTrainedModel) -> float:
-    """Of a dense model. A mixture of experts is counted by its active share of expert parameters."""
-    data = setup.train_data
-    config = model.config.get_text_config(decoder=True)
-    head = model.get_output_embeddings()
-    head_size = sum(p.numel() for p in head.parameters())
-    embedding = {id(p) for p in (*model.get_input_embeddings().parameters(), *head.parameters())}
-    active = _active_share(config)
-    body = sum(
-        p.numel() * (active if ".experts." in name else 1.0)
-        for name, p in model.named_parameters()
-        if id(p) not in embedding
-    )
-    heads = getattr(config, "num_attention_heads", 0)
-    size = heads * (config.to_dict().get("head_dim") or config.hidden_size // max(heads, 1))
-    layers = getattr(config, "num_hidden_layers", 0)
-    return training_flops_per_token(int(body), layers, size, data.mean_length, head_size, data.supervised_share)
-
-
-def _active_share(config: Any) -> float:
-    experts = precision.experts_of(config) or 1
-    return min(1.0, (getattr(config, "num_experts_per_tok", None) or experts) / experts)

@@ -10,11 +10,10 @@ from transformers import PreTrainedModel
 
 from meshtune.layout import Layout
 from meshtune.layout.experts import Experts
-from meshtune.layout.pieces import Cut, named_pieces
+from meshtune.layout.pieces import named_pieces
 from meshtune.layout.simulated import simulate
 from meshtune.models.twin import one_line
-from meshtune.parallel.experts import dispatch
-from meshtune.parallel.tensor import cut_parameters
+from meshtune.parallel.experts import share_out
 from meshtune.recipes.block_proof import whole_gradients
 from meshtune.recipes.model_proof import differs, one_row, train
 
@@ -30,9 +29,7 @@ def disagreement_over_experts(twin: PreTrainedModel, experts: Sequence[Experts])
     def shared_out(layout: Layout) -> dict[str, Tensor]:
         model = copy.deepcopy(twin)
         for found in experts:
-            cuts = {f"{found.path}.{name}": Cut("ep", 0, (found.count,)) for name in found.parameters}
-            cut_parameters(model, cuts, layout)
-            dispatch(model.get_submodule(found.path), found, layout)
+            share_out(model, found, layout)
         gradients = train(model, batch)
         gradients.update(whole_gradients(model, gradients, (), layout.peers("ep")))
         for name in named_pieces(model):

@@ -18,7 +18,7 @@ from meshtune.models.section import ModelSection
 from meshtune.observe.section import LoggingSection
 from meshtune.optim.schedule import LRSchedulerSection
 from meshtune.optim.section import OptimizerSection
-from meshtune.recipes import memory, precision, quantizing, rounding
+from meshtune.recipes import adapting, optimizing, precision, quantizing, rounding
 from meshtune.training.best import COMPARED
 from meshtune.training.section import TrainingSection
 
@@ -61,6 +61,8 @@ class Recipe(Section):
             if getattr(self.training, key) is not None and not self.data.validation_names:
                 yield f"training.{key}", "has no effect without data.validation_path or data.validation_size"
         yield from self._checkpoint_problems()
+        yield from adapting.problems(self)
+        yield from optimizing.problems(self)
         yield from quantizing.problems(self)
         yield from precision.problems(self)
         yield from rounding.problems(self)

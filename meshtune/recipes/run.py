@@ -16,7 +16,7 @@ from meshtune.errors import CheckpointError
 from meshtune.layout.absent import wait_at_most
 from meshtune.layout.world import World, connect
 from meshtune.observe import compute_dtype
-from meshtune.recipes import folder, planning, precision, rounding
+from meshtune.recipes import adapting, folder, planning, precision, rounding
 from meshtune.recipes.recipe import Recipe
 from meshtune.training.signals import Interrupted, SignalStop
 from meshtune.training.state import TrainState
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from meshtune.data.opening import Finite, Tokens
     from meshtune.models.causal_lm import CausalLM
     from meshtune.models.proofs import Attention
+    from meshtune.models.trainable import Trained
+    from meshtune.recipes.adapting import Chosen
+    from meshtune.recipes.optimizing import Learning
     from meshtune.recipes.planning import Plan
 
 
@@ -68,6 +71,13 @@ class Setup:
 
     flops_per_token: float
     """Of forward and backward; known when the model is built and not yet cut."""
+    trained: Trained | None
+    """What is trained, where that is not every weight; known at the same time."""
+    learning: Learning
+    """Which parameters learn how; known at the same time."""
+    optimizer: torch.optim.Optimizer
+    base: str | None
+    """The fingerprint of weights that are not trained and that no checkpoint holds, where there are such."""
 
     def __init__(
         self,
@@ -103,6 +113,9 @@ class Setup:
                 longest_document=self.plan.max_seq_length,
             )
         )
+        self.adapter: Chosen | None = world.from_first(
+            lambda: adapting.choose(self.recipe, self.plan.source, self.plan.tokenizer)
+        )
         self.findings = world.from_first(lambda: find_plan(self.plan.source, self.layout, self.recipe.distributed.plan))
         self.train_data, self.validation_data = world.each_node_first(lambda: (rows or self._prepare)(self.plan))
         self.course = world.all_together(lambda: planning.course(self.plan, self.train_data))
@@ -112,6 +125,7 @@ class Setup:
 
     def train(self, weights: Mapping[str, torch.Tensor] | None, started: Callable[[], None] | None) -> RunResult:
         """Build the model in its shards and what surrounds it, run the loop, export."""
+        from meshtune.optim.averaging import average_for_good
         from meshtune.recipes import assembly
         from meshtune.training.loop import fit
         from meshtune.training.memory import KeptMemory
@@ -134,6 +148,7 @@ class Setup:
                 # Who started the ranks ends all of them when the first has left: rank 0 may still write the report.
                 self.world.all_together(lambda: None)
                 raise
+        average_for_good(self.optimizer)
         if self.recipe.data.streaming:
             for line in self.train_data.report.summary():
                 reporter.say(line)
@@ -228,6 +243,7 @@ def describe(setup: Setup, changes: list[str]) -> list[str]:
         f"layout      {setup.layout.summary()}",
         f"batch       {plan.sizes.summary()}",
         *(f"tensor      {note}" for note in (setup.findings.notes() if setup.findings else [])),
+        *(f"adapter     {line}" for line in (setup.adapter.lines() if setup.adapter is not None else [])),
         f"attention   {setup.attention.description}{_by_auto(recipe.model.attention)}",
         f"precision   {setup.precision} compute{_by_auto(recipe.training.precision)}",
         *(f"data        {line}" for line in (*setup.train_data.report.summary(), *setup.course.order.notes())),

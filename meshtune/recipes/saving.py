@@ -11,24 +11,29 @@ from meshtune.checkpoint.checkpoint import Checkpointer
 from meshtune.checkpoint.checksums import find_sound
 from meshtune.checkpoint.loading import load_weights
 from meshtune.errors import TrainingError
+from meshtune.models.adapters.view import kept_of
+from meshtune.optim.averaging import averaged
 from meshtune.training.state import TrainState
 
 if TYPE_CHECKING:
+    import torch
+
     from meshtune.recipes.run import Setup
 
 
 class RunSaver:
     """The checkpoints of a run, as its loop asks for them."""
 
-    def __init__(self, setup: Setup, keeper: Checkpointer):
-        self._setup, self._keeper = setup, keeper
+    def __init__(self, setup: Setup, keeper: Checkpointer, optimizer: torch.optim.Optimizer):
+        self._setup, self._keeper, self._optimizer = setup, keeper, optimizer
         self._saved_at = time.monotonic()
 
     def save(self, state: TrainState) -> None:
         best = None if state.best is None else folder.Best(**state.best)
-        path = self._keeper.save(state.step, self._facts(state), best)
-        if self._setup.recipe.checkpoint.export == "all":
-            self._setup.export(path / "export")
+        with averaged(self._optimizer):
+            path = self._keeper.save(state.step, self._facts(state), best)
+            if self._setup.recipe.checkpoint.export == "all":
+                self._setup.export(path / "export")
         self._saved_at = time.monotonic()
 
     def completed(self) -> list[str]:
@@ -68,7 +73,7 @@ class RunSaver:
         path = folder.path_of(self._setup.run, state.best["step"])
         if state.best["step"] != state.step:
             find_sound(lambda damaged: folder.read(path, damaged), self._setup.world, {})
-            load_weights(path, self._setup.model.model)
+            load_weights(path, self._setup.model.model, kept_of(self._setup.model.model))
         return f"{path} ({state.best['metric']} {state.best['value']:.6g})"
 
     def _known_best(self, best: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -99,4 +104,5 @@ class RunSaver:
             "precision": setup.precision,
             "attention": setup.attention.implementation,
             "total_steps": setup.course.total_steps,
+            **({} if setup.base is None else {"base": setup.base}),
         }

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from meshtune.errors import ModelError
-from meshtune.layout.pieces import aliases, named_pieces, whole_shape
+from meshtune.layout.pieces import aliases, named_pieces, piece_of, whole_shape
 from meshtune.models import hub
 from meshtune.models.adapters.view import Adapter
 from meshtune.models.placing import local_of, own_slice
@@ -131,6 +131,7 @@ def read_config(folder: Path) -> LoraConfig:
     for key, kinds in (("r", int), ("lora_alpha", (int, float))):
         if key in values and (not isinstance(values[key], kinds) or values[key] <= 0):
             raise ModelError(f"peft.adapter: {file} says {key}: {values[key]!r}; wanted a number above 0")
+    values["inference_mode"] = False  # or PEFT freezes it
     try:
         return LoraConfig(**{key: value for key, value in values.items() if key in _KNOWN | _ABOUT})
     except (TypeError, ValueError) as error:
@@ -166,7 +167,16 @@ def fill(model: nn.Module, adapter: Adapter, folder: Path) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             local_of(parameter).copy_(own_slice(tensors[wanted[name]], parameter, pieces.get(name)))
-    _check_base(model, folder)
+    check_base({inner: model.get_submodule(inner) for inner in adapter.inner.values() if _has(model, inner)}, folder)
+
+
+def _has(model: nn.Module, path: str) -> bool:
+    """Whether this rank has the module; of a pipeline it may not."""
+    try:
+        model.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
 
 
 def read(folder: Path, names: Collection[str], known: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -181,7 +191,7 @@ def read(folder: Path, names: Collection[str], known: Collection[str] | None = N
     wanted = {file_name(name): name for name in names}
     expected = wanted.keys() | set(map(file_name, known or ()))
     missing = [name for name in wanted if name not in stored]
-    foreign = [name for name in stored if name not in expected and not name.endswith(_OF_THE_BASE)]
+    foreign = [name for name in stored if name not in expected and not _is_base_of(name, expected)]
     if missing or foreign:
         raise ModelError(_mismatch(file, missing, foreign))
     return {wanted[name]: tensor for name, tensor in stored.items() if name in wanted}
@@ -207,14 +217,21 @@ def check_shapes(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, 
         raise ModelError(f"peft.adapter: {folder / WEIGHTS} is of another model:\n" + "\n".join(wrong[:20]))
 
 
-def _check_base(model: nn.Module, folder: Path) -> None:
-    """PEFT writes an embedding that has an adapter, or was resized, whole beside it: it must be the one that the model has."""
-    pieces, state = named_pieces(model), model.state_dict()
+def _is_base_of(name: str, expected: Collection[str]) -> bool:
+    """Whether `name` is the weight that stands in a layer with an adapter."""
+    return name.endswith(_OF_THE_BASE) and any(
+        one.startswith(name.removesuffix(_OF_THE_BASE) + ".") for one in expected
+    )
+
+
+def check_base(layers: Mapping[str, nn.Module], folder: Path) -> None:
+    """PEFT writes an embedding that has an adapter whole beside it: it must be the one that the model has. `layers` are (sharded)
+    ones by the paths at which they stand in the model with the adapter."""
     for name, tensor in load_file(folder / WEIGHTS).items():
-        own = state.get(name.removeprefix(_PREFIX))
-        if not name.endswith(_OF_THE_BASE) or own is None:
+        layer = layers.get(name.removeprefix(_PREFIX).removesuffix(".weight"))
+        if not name.endswith(_OF_THE_BASE) or layer is None:
             continue
-        piece = pieces.get(name.removeprefix(_PREFIX))
+        own, piece = layer.get_parameter("weight").detach(), piece_of(layer, "weight")
         same = whole_shape(own.shape, piece) == tuple(tensor.shape)
         if not same or not torch.equal(own_slice(tensor, own, piece).to(own.dtype), local_of(own).cpu()):
             raise ModelError(

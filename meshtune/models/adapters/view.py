@@ -7,12 +7,14 @@ the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from meshtune.layout.pieces import aliases, set_aliases
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -32,13 +34,17 @@ class Adapter:
         section: `peft:` of the recipe.
         config: PEFT's own config, resolved: full names of targets, of an adapter that goes on what its files say.
         inner: where the module stands that was at a path before, of each that was wrapped: `a.q_proj` -> `a.q_proj.base_layer`.
-        trained: names of the parameters that are trained, as the model has them.
+        trained: names of the parameters that are trained, as the model has them, a tied one under each of its names.
+        tensors: those of the whole model, each once.
+        kept: names of further tensors that a checkpoint holds, since they cannot be had again.
     """
 
     section: AdapterSection
     config: LoraConfig
     inner: Mapping[str, str]
     trained: frozenset[str]
+    tensors: tuple[str, ...] = ()
+    kept: frozenset[str] = frozenset()
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
@@ -50,6 +56,15 @@ def adapter_of(model: nn.Module) -> Adapter | None:
 def remember(model: nn.Module, adapter: Adapter) -> None:
     """Say what has been put into `model`."""
     model.__dict__[_ATTRIBUTE] = adapter
+
+
+def kept_of(model: nn.Module) -> Callable[[str], bool] | None:
+    """Which tensors of `model` a checkpoint holds, by their names; None: all of them.
+
+    Weights that an adapter leaves as they are come from where they came from.
+    """
+    adapter = adapter_of(model)
+    return None if adapter is None else (adapter.trained | adapter.kept).__contains__
 
 
 def inner_paths(model: nn.Module) -> Mapping[str, str]:
@@ -73,6 +88,7 @@ def base_view(model: M) -> M:
         if view is None:
             view = copied[""] = _shallow(model)
             view.__dict__.pop(_ATTRIBUTE, None)
+            set_aliases(view, {_bare(model, name): _bare(model, first) for name, first in aliases(model).items()})
         *parents, name = path.split(".")
         parent, at = copied[""], ""
         for part in parents:
@@ -84,6 +100,12 @@ def base_view(model: M) -> M:
             parent = copied[at]
         parent._modules[name] = module
     return model if view is None else cast(M, view)
+
+
+def _bare(model: nn.Module, name: str) -> str:
+    """What a parameter of `model` is called in the bare one."""
+    path, _, leaf = name.rpartition(".")
+    return next((f"{bare}.{leaf}" for bare, inner in inner_paths(model).items() if inner == path), name)
 
 
 def _at(model: nn.Module, path: str) -> nn.Module | None:
@@ -99,7 +121,7 @@ def _shallow(module: nn.Module) -> nn.Module:
     kind: type = type(module)
     if issubclass(kind, FSDPModule):
         kind = next(base for base in kind.__mro__[1:] if not issubclass(base, FSDPModule))
-    view: nn.Module = object.__new__(kind)
+    view: Any = object.__new__(kind)  # no constructor, of whatever class
     view.__dict__.update(module.__dict__)
     view.__dict__["_modules"] = dict(module._modules)
-    return view
+    return cast(nn.Module, view)
