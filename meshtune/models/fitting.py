@@ -6,15 +6,19 @@ On shards it could not be: a tensor with a row too many gives every rank the sha
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from meshtune.errors import ModelError
+from meshtune.models.naming import Renaming
+from meshtune.models.quantization.stored import beside_weights
 from meshtune.models.source import Source, safetensors_header
 
 _SHOWN = 20
@@ -30,10 +34,42 @@ def check_fits(model: PreTrainedModel, source: Source, load_config: LoadStateDic
         for file in source.files
         for name, entry in safetensors_header(Path(file)).items()
     }
+    _unpack(shapes, model, load_config)
     info, _ = convert_and_load_state_dict_in_model(model, shapes, load_config)
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(info)
     refuse_misfits(model, source, info)
+
+
+def _unpack(shapes: dict[str, torch.Tensor], model: PreTrainedModel, load_config: LoadStateDictConfig) -> None:
+    """Weights that the checkpoint holds quantised have the shapes that they have in the model: reading them says if they fit."""
+    own = model.state_dict()
+    beside = beside_weights(shapes)
+    for name, target in _quantised(beside, model, load_config.weight_mapping or []).items():
+        shapes[name] = torch.empty(own[target].shape, device="meta")
+        for part in beside[name].values():
+            del shapes[part]
+
+
+def quantised_in_checkpoint(source: Source, model: PreTrainedModel) -> frozenset[str]:
+    """Paths of the layers of `model` whose weights the checkpoint of `source` holds quantised."""
+    stored = (name for file in source.files if file.endswith(".safetensors") for name in safetensors_header(Path(file)))
+    found = _quantised(beside_weights(stored), model, get_model_conversion_mapping(model))
+    return frozenset(target.removesuffix(".weight") for target in found.values())
+
+
+def _quantised(stored: Iterable[str], model: PreTrainedModel, conversions: list) -> dict[str, str]:
+    """The name of each of these quantised weights in the model. Raises ModelError for one that the model has not, or is made into
+    another on the way."""
+    names = list(stored)
+    follow, own = Renaming(model, conversions), model.state_dict()
+    found = {}
+    for name in names:
+        target, converter = follow(name)
+        if target not in own or converter is not None:
+            raise ModelError(f"model.name: {name} is quantised, and is no weight of {type(model).__name__} as it is")
+        found[name] = target
+    return found
 
 
 def refuse_misfits(model: PreTrainedModel, source: Source, info: Any) -> None:

@@ -29,7 +29,8 @@ from meshtune.layout.pieces import aliases, named_pieces
 from meshtune.models.blocks import unit_names
 from meshtune.models.naming import Renaming
 from meshtune.models.placing import own_box, own_rectangles, own_slice, parameter_like, without_value
-from meshtune.models.quantization.loading import held_names, put_quantised, quantised_layers
+from meshtune.models.quantization.loading import held_names, put_held, put_quantised, quantised_layers
+from meshtune.models.quantization.stored import beside_weights, held_of
 
 Stored = Mapping[str, Any]
 
@@ -62,8 +63,13 @@ def read(
         _put(model, target, _own_part(stored[name], model, target, device))
         info.missing_keys.discard(target)
     layers = quantised_layers(model)
+    packed = beside_weights(stored)
     for name, path in quantised.items():
-        put_quantised(layers[path], stored[name][:], device)
+        if name in packed:
+            parts_of = {key: stored[part][...] for key, part in {"weight": name, **packed[name]}.items()}
+            put_held(layers[path], held_of(layers[path], path, parts_of), device)
+        else:
+            put_quantised(layers[path], stored[name][:], device)
         info.missing_keys -= held_names([path], model)
     for names in cut:
         convert_and_load_state_dict_in_model(
@@ -95,10 +101,11 @@ def _routes(
     cut: dict[str, list[str]] = {}
     parts: dict[str, str] = {}
     quantised: dict[str, str] = {}
+    beside = {part for parts_of in beside_weights(stored).values() for part in parts_of.values()}
     for name, tensor in stored.items():
         target, converter = names(name)
         meta = own.get(target)
-        if target in elsewhere:
+        if target in elsewhere or name in beside:
             continue
         if target in layers and converter is None:
             quantised[name] = layers[target]

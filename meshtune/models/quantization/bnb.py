@@ -49,7 +49,11 @@ class FourBit:
         packed, state = _functional().quantize_4bit(
             whole.contiguous(), blocksize=self.block, compress_statistics=self.double, quant_type=self.kind
         )
-        rows = whole.shape[0]
+        return self.of_state(packed, state)
+
+    def of_state(self, packed: Tensor, state: Any) -> dict[str, Tensor]:
+        """The same of what the library has quantised: uint8 [out * in / 2, 1] and its QuantState."""
+        rows = state.shape[0]
         held = {"weight": packed.view(rows, -1)}
         if not self.double:
             return {**held, "absmax": bits(state.absmax).view(rows, -1)}

@@ -78,8 +78,17 @@ def choose(
         reason = _reason(model, name, module, codec, section, trained, read, only)
         if reason is None:
             layers.append(name)
+        elif only is not None and name in only:
+            raise ModelError(
+                f"quantization: {name} is quantised in the checkpoint and cannot be read as it was ({reason})"
+            )
         else:
             kept.setdefault(reason, {})[name] = _matrix_bytes(module)
+    if outside := sorted(set(only or ()) - set(layers)):
+        raise ModelError(
+            f"quantization: {_names(outside)} of the checkpoint is quantised and stands outside the repeated blocks, where "
+            "layers are not held in few bits; name the unquantised checkpoint"
+        )
     if not layers:
         reasons = "; ".join(f"{_names(names)}: {reason}" for reason, names in kept.items())
         raise ModelError(

@@ -96,6 +96,10 @@ class QuantizedLinear(nn.Linear):
         """The weight as it is computed with, or this rank's part of it."""
         return self.codec.dense(self.held, dtype, self._places())
 
+    def dequantized(self) -> Tensor:
+        """The weight in float32, or this rank's part of it."""
+        return self.dense(torch.float32)
+
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] to [..., out], in the dtype of `input`, or of autocast where that is on."""
         device = input.device.type
