@@ -11,14 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from meshtune.errors import ModelError
+from meshtune.models import hf
 from meshtune.models.adapters import files
+from meshtune.models.adapters.inject import inject
 from meshtune.models.adapters.merging import LowRank, Merging, Part, changes
-from meshtune.models.adapters.view import Adapter, remember
-from meshtune.models.adapters.writing import of_the_weights
-from tests.unit.models_tiny import tiny_model
+from meshtune.models.adapters.section import AdapterSection
+from meshtune.models.adapters.values import initialize_adapter
+from meshtune.models.adapters.view import Adapter, base_view, remember
+from meshtune.models.adapters.writing import export_adapter, of_the_weights
+from tests.unit.models_tiny import save_tiny, saved_source, tiny_model
 
 IDS = torch.randint(4, 90, (1, 9), generator=torch.Generator().manual_seed(3))
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -80,7 +84,9 @@ def test_names_are_those_of_pefts_files(case: str, tmp_path: Path) -> None:
     peft_model.save_pretrained(tmp_path, save_embedding_layers=False)
     written = load_file(tmp_path / files.WEIGHTS)
     tensors = _adapter(model)
-    assert {files.file_name(one) for one in tensors} == set(written)
+    # transformers does not find DoRA's magnitudes as PEFT writes them; PEFT finds them either way.
+    wanted = {f"{one}.weight" if one.endswith("magnitude_vector") else one for one in written}
+    assert {files.file_name(one) for one in tensors} == wanted
     for one, tensor in files.read(tmp_path, list(tensors)).items():
         assert torch.equal(tensor, tensors[one]), one
 
@@ -218,3 +224,33 @@ def test_an_adapter_of_what_it_left_of_the_weights_is_written_as_one_of_the_weig
 def _shape(config: Any) -> dict[str, Any]:
     keys = ("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora")
     return {key: getattr(config, key) for key in keys}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pefts_adapter_goes_into_a_model_and_out_again(case: str, tmp_path: Path) -> None:
+    """C77: from PEFT's folder into a model on meta, and from there into a folder with which PEFT computes the same."""
+    from peft import PeftModel
+
+    name, config = CASES[case]
+    base = save_tiny(name, tmp_path / "base", torch.float32)
+    bare = AutoModelForCausalLM.from_pretrained(base)
+    _, peft_model = _wrapped(copy.deepcopy(bare), **config)
+    peft_model.save_pretrained(tmp_path / "theirs")  # with the embedding whole, where that has an adapter
+    with torch.no_grad():
+        wanted = peft_model.eval()(input_ids=IDS, use_cache=False).logits
+    source = saved_source(base)
+    model = hf.build(source, "eager")
+    found = files.find(str(tmp_path / "theirs"))
+    adapter = inject(model, AdapterSection(adapter=str(found)), files.read_config(found))
+    hf.load(base_view(model), source, torch.device("cpu"))
+    initialize_adapter(model, 0, torch.device("cpu"))
+    files.fill(model, adapter, found)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(input_ids=IDS, use_cache=False).logits, wanted, rtol=1e-5, atol=1e-5)
+    export_adapter(model, adapter, source, None, tmp_path / "ours")
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")  # which finds the base by the config
+    with torch.no_grad():
+        torch.testing.assert_close(ours(input_ids=IDS, use_cache=False).logits, wanted, rtol=1e-5, atol=1e-5)
+    again = PeftModel.from_pretrained(bare, tmp_path / "ours")
+    with torch.no_grad():
+        torch.testing.assert_close(again(input_ids=IDS, use_cache=False).logits, wanted, rtol=1e-5, atol=1e-5)

@@ -33,7 +33,8 @@ NAME = "default"
 _PREFIX = "base_model.model."
 _OF_THE_BASE = ".base_layer.weight"
 _SAVED = f".modules_to_save.{NAME}."
-_MAGNITUDE = f".lora_magnitude_vector.{NAME}"
+_MAGNITUDE = ".lora_magnitude_vector"
+"""PEFT leaves the `.weight` of this one out, and transformers does not find it then; both find it with."""
 
 # Of PEFT's config: what says nothing of the adapter's form, and what meshtune gives the same meaning as PEFT.
 _ABOUT = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"} | {
@@ -62,8 +63,6 @@ def file_name(name: str) -> str:
     """What the tensor called `name` in a model with an adapter is called in its file."""
     if _SAVED in name:
         return _PREFIX + name.replace(_SAVED, ".", 1)
-    if name.endswith(f"{_MAGNITUDE}.weight"):  # as PEFT wrote it when it was a parameter
-        name = name.removesuffix(".weight")
     if name.endswith(f".{NAME}"):
         return _PREFIX + name.removesuffix(f".{NAME}")
     module, _, last = name.rpartition(".")
@@ -187,7 +186,7 @@ def read(folder: Path, names: Collection[str], known: Collection[str] | None = N
     """
     file = folder / WEIGHTS
     safetensors_header(file)
-    stored = load_file(file)
+    stored = {f"{name}.weight" if name.endswith(_MAGNITUDE) else name: t for name, t in load_file(file).items()}
     wanted = {file_name(name): name for name in names}
     expected = wanted.keys() | set(map(file_name, known or ()))
     missing = [name for name in wanted if name not in stored]
