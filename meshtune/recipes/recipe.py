@@ -18,7 +18,7 @@ from meshtune.models.section import ModelSection
 from meshtune.observe.section import LoggingSection
 from meshtune.optim.schedule import LRSchedulerSection
 from meshtune.optim.section import OptimizerSection
-from meshtune.recipes import adapting, optimizing, precision, quantizing, rounding
+from meshtune.recipes import adapting, memory, optimizing, precision, quantizing, rounding
 from meshtune.training.best import COMPARED
 from meshtune.training.section import TrainingSection
 
