@@ -179,15 +179,13 @@ def fill(setup: Setup, model: PreTrainedModel, plan: Plan) -> None:
     Of a run that is resumed it has storage, which `take_part` follows when the checkpoint has filled it.
     """
     from meshtune.models.adapters import files
-    from meshtune.models.adapters.tokens import place_rows
+    from meshtune.models.adapters.layers import place_layers
     from meshtune.models.adapters.values import initialize_adapter
-    from meshtune.models.adapters.variant import place_forwards
     from meshtune.models.adapters.view import adapter_of
 
     adapter, section = adapter_of(model), setup.recipe.peft
     assert adapter is not None and section is not None
-    place_forwards(model, plan, setup.layout)
-    place_rows(model, setup.layout)
+    place_layers(model, plan, setup.layout)
     initialize_adapter(model, setup.recipe.seed if setup.resume is None else None, setup.world.device)
     if setup.resume is None:
         if section.adapter is not None:

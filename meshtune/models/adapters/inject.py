@@ -69,8 +69,7 @@ def inject(model: PreTrainedModel, section: AdapterSection, config: LoraConfig) 
     from peft import inject_adapter_in_model
 
     from meshtune.models.adapters.decomposition import check_beginning
-    from meshtune.models.adapters.tokens import use_own_rows
-    from meshtune.models.adapters.variant import use_own_forwards
+    from meshtune.models.adapters.layers import use_own_layers
 
     asked = copy.deepcopy(config)
     asked.init_lora_weights = True  # values come later; those that are made of weights, PEFT would want now
@@ -81,8 +80,7 @@ def inject(model: PreTrainedModel, section: AdapterSection, config: LoraConfig) 
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ModelError(f"peft: {type(model).__name__} cannot have this adapter: {error}") from error
     check_beginning(model, str(config.init_lora_weights))
-    use_own_forwards(model)
-    use_own_rows(model)
+    use_own_layers(model)
     inner = dict(_inner_paths(model))
     trained = frozenset(name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad)
     _hold_in(model, trained, getattr(torch, section.dtype))

@@ -17,6 +17,7 @@ from meshtune.errors import LayoutError
 from meshtune.layout import Plan
 from meshtune.layout.experts import Around, Experts
 from meshtune.layout.pieces import Cut
+from meshtune.models.adapters.copies import with_copies
 from meshtune.models.adapters.view import inner_paths
 
 NAME = "default"
@@ -39,7 +40,7 @@ def adapted(plan: Plan, model: nn.Module) -> Plan:
     moved = inner_paths(model)
     if not moved:
         return plan
-    rows = _Rows()
+    plan, rows = with_copies(plan, model), _Rows()
     for path, inner in moved.items():
         for wrapper, module in _wrappers(model, path, inner):
             _add(rows, plan, path, inner, wrapper, module, model)
@@ -76,20 +77,26 @@ def _add(rows: _Rows, plan: Plan, path: str, inner: str, wrapper: str, module: n
     elif isinstance(base, nn.Embedding) and NAME in getattr(module, "lora_embedding_A", ()):
         _add_embedding(rows, plan, path, wrapper)
     elif NAME in getattr(module, "lora_A", ()):
-        _add_layer(rows, plan, path, wrapper, base)
+        has_magnitude = NAME in getattr(module, "lora_magnitude_vector", ())
+        _add_layer(rows, plan, path, wrapper, base, has_magnitude)
 
 
-def _add_layer(rows: _Rows, plan: Plan, path: str, wrapper: str, base: nn.Module) -> None:
-    """A dense layer: weight [out, in], or [in, out] of a Conv1D; A is [r, in] and B [out, r] for both."""
+def _add_layer(rows: _Rows, plan: Plan, path: str, wrapper: str, base: nn.Module, has_magnitude: bool) -> None:
+    """A dense layer: weight [out, in], or [in, out] of a Conv1D; A is [r, in], B [out, r] and a magnitude [out] for both."""
     first, second = f"{wrapper}.lora_A.{NAME}.weight", f"{wrapper}.lora_B.{NAME}.weight"
+    magnitude = [f"{wrapper}.lora_magnitude_vector.{NAME}.weight"] * has_magnitude
     weight = f"{path}.weight"
     cut = plan.cuts.get(weight)
     if cut is None:
         if weight in plan.shared:
-            rows.shared |= {first, second}
+            rows.shared |= {first, second, *magnitude}
         return
     by_outputs = (cut.dim % 2 == 0) != isinstance(base, Conv1D)
     _cut_one(rows, cut, (first, second), by_outputs)
+    if magnitude and by_outputs:
+        rows.cuts[magnitude[0]] = Cut(cut.axis, 0, cut.blocks, cut.unit)
+    else:
+        rows.shared |= {*magnitude}
 
 
 def _cut_one(rows: _Rows, cut: Cut, pair: tuple[str, str], by_outputs: bool) -> None:
