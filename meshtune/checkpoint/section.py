@@ -37,12 +37,15 @@ class CheckpointSection(Section):
     )
     export: bool | Literal["final", "best", "none", "all"] = Field(
         "final",
-        description="`final` (or true) writes `export/` in Hugging Face form at the end, with the weights after the last step; "
+        description="`final` (or true) writes `export/` in Hugging Face form at the end (of a run that trains an adapter, the "
+        "adapter's folder in PEFT's form), with the weights after the last step; "
         "`best` with those of the best checkpoint, by `best_metric`; `all` as `final`, and also one beside each checkpoint; "
         "`none` (or false) none.",
     )
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="`auto` keeps each tensor's dtype of the checkpoint that the model came from."
+        "auto",
+        description="`auto` keeps each tensor's dtype of the checkpoint that the model came from; of an adapter, the one it is "
+        "trained in.",
     )
     resume: bool | str = Field(
         "auto",

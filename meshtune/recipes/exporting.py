@@ -1,8 +1,9 @@
-"""Turn a checkpoint of a run folder into a Hugging Face folder."""
+"""Turn a checkpoint of a run folder into a Hugging Face folder, or into an adapter's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,48 +14,106 @@ from meshtune.checkpoint.loading import load_weights
 from meshtune.errors import CheckpointError, RecipeError
 from meshtune.layout.world import connect
 from meshtune.models import hf
+from meshtune.models.adapters import files
+from meshtune.models.adapters.merging import Merging
+from meshtune.models.adapters.writing import export_adapter
 from meshtune.models.export import export
-from meshtune.models.source import load_tokenizer, resolve
+from meshtune.models.source import Source, load_tokenizer, resolve
+from meshtune.recipes import merging
 from meshtune.recipes.folder import resolved_recipe
+from meshtune.recipes.recipe import Recipe
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_WORTH_SAYING = 0.01
+"""The share of changed weights that rounding takes back from which on it is said."""
 
 
-def export_checkpoint(run: Path, to: Path, step: str | None = None, dtype: str | None = None) -> tuple[Path, list[str]]:
-    """Write a checkpoint of `run` to the folder `to`: that of `step` (a number), the `best`, or the newest. Returns its path, and
-    why others were passed over.
+@dataclass(frozen=True)
+class Exported:
+    """The checkpoint that was exported, why newer ones were passed over, and what else a user should know."""
 
+    checkpoint: Path
+    passed_over: list[str]
+    notes: list[str]
+
+
+def export_checkpoint(
+    run: Path, to: Path, step: str | None = None, dtype: str | None = None, merge: merging.Merge | None = None
+) -> Exported:
+    """Write a checkpoint of `run` to the folder `to`: that of `step` (a number), the `best`, or the newest.
+
+    Of a run that trained an adapter, the folder is the adapter's, or with `merge` that of a model into which adapters are merged.
     Raises CheckpointError if there is no such complete checkpoint or its files are damaged, RecipeError for an unknown dtype or
-    step.
+    step, or for nothing to merge.
     """
     if dtype is not None and dtype not in _DTYPES:
         raise RecipeError(f"--dtype {dtype}: wanted one of {', '.join(_DTYPES)}")
     if step is not None and step != "best" and not step.isdecimal():
         raise RecipeError(f"--step {step}: wanted the number of a step, or best")
     recipe = resolved_recipe(run)
+    if merge is not None:
+        merging.check(merge, recipe)
     damaged: dict[Path, str] = {}
     found = find_sound(lambda known: _find(run, step, known), connect("cpu"), damaged)
     assert found is not None  # `_find` raises where there is none
     source = resolve(recipe.model)
     _check_target(to, Path(source.location))
+    asked = dtype or recipe.checkpoint.export_dtype
+    try:
+        notes = _write(recipe, source, found, to, None if asked == "auto" else getattr(torch, asked), merge)
+    except OSError as error:
+        raise CheckpointError(f"--to {to} cannot be written: {error}") from error
+    return Exported(found.path, folder.survey(run, damaged)[1] if step is None else [], notes)
+
+
+def _write(
+    recipe: Recipe,
+    source: Source,
+    found: folder.Complete,
+    to: Path,
+    dtype: torch.dtype | None,
+    merge: merging.Merge | None,
+) -> list[str]:
+    tokenizer = load_tokenizer(recipe.model)
+    if merge is not None:
+        model, merged = merging.merged(recipe, source, tokenizer, found, merge)
+        export(model, source, tokenizer, to, dtype, merging=merged)
+        return _notes(merged, dtype or source.export_dtype)
+    if recipe.peft is not None:
+        model, adapter = merging.own_adapter(recipe, source, tokenizer, found)
+        export_adapter(model, adapter, source, tokenizer, to, dtype)
+        return [f"an adapter of {source.name}; --merge writes the model with it"]
     model = hf.build(source, "eager")
     model.to_empty(device="cpu")
     model.tie_weights()
     load_weights(found.path, model)
-    asked = dtype or recipe.checkpoint.export_dtype
-    try:
-        export(model, source, load_tokenizer(recipe.model), to, None if asked == "auto" else getattr(torch, asked))
-    except OSError as error:
-        raise CheckpointError(f"--to {to} cannot be written: {error}") from error
-    return found.path, folder.survey(run, damaged)[1] if step is None else []
+    export(model, source, tokenizer, to, dtype)
+    return []
+
+
+def _notes(merged: Merging, dtype: torch.dtype) -> list[str]:
+    record = merged.record()
+    base, adapters = record["base"], record["adapters"]
+    parts = [one["adapter"] + ("" if one["weight"] == 1 else f" ({one['weight']:g} of it)") for one in adapters]
+    lines = [f"merged {', then '.join(parts)} into {base['model']}, whose weights are {base['weights']}"]
+    if merged.changed and merged.lost > _WORTH_SAYING * merged.changed:
+        lines.append(
+            f"rounding to {str(dtype).removeprefix('torch.')} takes {merged.lost:,} of {merged.changed:,} changed weights back "
+            "to what they were; --dtype float32 keeps every change"
+        )
+    return lines
 
 
 def _check_target(to: Path, origin: Path) -> None:
     """An export takes the place of an export; of nothing else."""
-    if to.exists() and (not to.is_dir() or (any(to.iterdir()) and not (to / "config.json").is_file())):
+    if to.exists() and (not to.is_dir() or (any(to.iterdir()) and not _is_export(to))):
         raise CheckpointError(f"--to {to} exists and is not a model folder; name another")
     if to.exists() and origin.exists() and to.samefile(origin):
         raise CheckpointError(f"--to {to} is the model that the run started from; name another folder")
+
+
+def _is_export(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or (folder / files.CONFIG).is_file()
 
 
 def _find(run: Path, step: str | None, known: Mapping[Path, str]) -> folder.Complete:

@@ -16,7 +16,7 @@ from meshtune.errors import CheckpointError
 from meshtune.layout.absent import wait_at_most
 from meshtune.layout.world import World, connect
 from meshtune.observe import compute_dtype
-from meshtune.recipes import adapting, folder, planning, precision, rounding
+from meshtune.recipes import adapting, folder, planning, precision, quantizing, rounding
 from meshtune.recipes.recipe import Recipe
 from meshtune.training.signals import Interrupted, SignalStop
 from meshtune.training.state import TrainState
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from meshtune.data.opening import Finite, Tokens
     from meshtune.models.causal_lm import CausalLM
     from meshtune.models.proofs import Attention
+    from meshtune.models.quantization.choosing import Chosen as Quantised
     from meshtune.models.trainable import Trained
     from meshtune.recipes.adapting import Chosen
     from meshtune.recipes.optimizing import Learning
@@ -117,6 +118,7 @@ class Setup:
             lambda: adapting.choose(self.recipe, self.plan.source, self.plan.tokenizer)
         )
         self.findings = world.from_first(lambda: find_plan(self.plan.source, self.layout, self.recipe.distributed.plan))
+        self.quantised: Quantised | None = world.from_first(self._choose_quantised)
         self.train_data, self.validation_data = world.each_node_first(lambda: (rows or self._prepare)(self.plan))
         self.course = world.all_together(lambda: planning.course(self.plan, self.train_data))
         self.resume, changes = world.from_first(self._open_folder)
@@ -160,14 +162,19 @@ class Setup:
         return RunResult(self.run, target, state)
 
     def export(self, target: Path) -> None:
-        """Write the model as it is now in Hugging Face form. Every rank must call it."""
+        """Write the model as it is now in Hugging Face form, or its adapter in PEFT's. Every rank must call it."""
         import torch
 
+        from meshtune.models.adapters.view import adapter_of
+        from meshtune.models.adapters.writing import export_adapter
         from meshtune.models.export import export
 
-        asked = self.recipe.checkpoint.export_dtype
+        asked, model, plan = self.recipe.checkpoint.export_dtype, self.model.model, self.plan
         dtype = None if asked == "auto" else getattr(torch, asked)
-        export(self.model.model, self.plan.source, self.plan.tokenizer, target, dtype)
+        if (adapter := adapter_of(model)) is not None:
+            export_adapter(model, adapter, plan.source, plan.tokenizer, target, dtype)
+        else:
+            export(model, plan.source, plan.tokenizer, target, dtype)
 
     def _prepare(self, plan: Plan) -> tuple[Tokens, dict[str, Finite]]:
         """Training and validation data as tokens; of a stream, its first rows."""
@@ -191,6 +198,10 @@ class Setup:
         if isinstance(training, Stream | StreamBlend):
             self.held.callback(training.close)
         return training, found.validation()
+
+    def _choose_quantised(self) -> Quantised | None:
+        source = adapting.held(self.plan.source, self.recipe, compute_dtype(self.precision))
+        return quantizing.choose(self.recipe, source, self.layout, self.findings, self.adapter)
 
     def _choose_precision(self) -> tuple[str, float | None]:
         """What `auto` chose when a run began stays for all of it, wherever it is resumed."""
@@ -244,6 +255,7 @@ def describe(setup: Setup, changes: list[str]) -> list[str]:
         f"batch       {plan.sizes.summary()}",
         *(f"tensor      {note}" for note in (setup.findings.notes() if setup.findings else [])),
         *(f"adapter     {line}" for line in (setup.adapter.lines() if setup.adapter is not None else [])),
+        *(f"weights     {line}" for line in (setup.quantised.lines if setup.quantised is not None else ())),
         f"attention   {setup.attention.description}{_by_auto(recipe.model.attention)}",
         f"precision   {setup.precision} compute{_by_auto(recipe.training.precision)}",
         *(f"data        {line}" for line in (*setup.train_data.report.summary(), *setup.course.order.notes())),
