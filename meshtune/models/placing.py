@@ -61,7 +61,11 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def parameter_like(local: Tensor, like: Tensor) -> nn.Parameter:
     """A parameter that holds `local` where `like` holds (or on meta stands for) its part."""
-    if isinstance(like, DTensor):
+    if isinstance(like, DTensor) and local.device.type != like.device_mesh.device_type:
+        held = torch.empty_like(like, dtype=local.dtype, device=local.device, requires_grad=False)  # from_local would move it
+        held.to_local().copy_(local)
+        local = held
+    elif isinstance(like, DTensor):
         local = DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )

@@ -1,7 +1,7 @@
 """An element-wise optimizer, stepped on a slice of one parameter at a time.
 
-What a step needs beside weights and moments is then never there for all of a model at once: the float32 forms of bfloat16
-weights, say.
+What a step needs is then never there for all of a model at once: the float32 forms of bfloat16 weights, moments that wait in
+the memory of the CPU.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshtune.optim.kept import state_bytes
 from meshtune.optim.rounding import Position, join, noise, round_by_chance, split
 
 __all__ = ["REST", "Rounding", "Sliced", "stepped_alone"]
@@ -43,13 +44,18 @@ class Rounding:
 class Sliced(torch.optim.Optimizer):
     """`inner`, which must treat each element of a parameter by itself, stepped on slices.
 
-    Groups and state are those of `inner`. TrainStep writes the number of the step into each group as `train_step`: random
+    Moments are held on the device `home` (None: where their parameter is). Groups and state are those of `inner`. TrainStep writes the number of the step into each group as `train_step`: random
     numbers follow from it.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, rounding: Rounding | None = None):
-        self.inner, self._rounding = inner, rounding
+    def __init__(self, inner: torch.optim.Optimizer, rounding: Rounding | None = None, home: str | None = None):
+        self.inner, self._rounding, self._home = inner, rounding, home
         self.defaults, self.state, self.param_groups = inner.defaults, inner.state, inner.param_groups
+
+    def bytes_kept(self, parameter: nn.Parameter, shape: tuple[int, ...], itemsize: int) -> int:
+        """About how many bytes are kept for a parameter of the whole `shape`, all ranks together."""
+        kahan = self._rounding is not None and self._rounding.kind == "kahan" and parameter.dtype == torch.bfloat16
+        return state_bytes(self.inner, parameter, shape, itemsize) + 2 * math.prod(shape) * kahan
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
@@ -72,9 +78,10 @@ class Sliced(torch.optim.Optimizer):
         weights, gradients, after = _rows(parameter), _rows(parameter.grad), group
         for first, last in _slices(weights):
             form = self._form(group, parameter, first, last)
-            own = {key: form.opened(moments[key][first:last]) for key in known}
+            own = {key: form.opened(self._fetched(moments[key][first:last], weights)) for key in known}
             own |= {key: value.clone() if isinstance(value, Tensor) else value for key, value in constants.items()}
-            values = form.weights(weights[first:last], moments[REST][first:last] if REST in moments else None)
+            rest = self._fetched(moments[REST][first:last], weights) if REST in moments else None
+            values = form.weights(weights[first:last], rest)
             found, after = stepped_alone(self.inner, group, values, form.opened(gradients[first:last]), own)
             found |= form.put(values, weights[first:last])
             for key, value in found.items():
@@ -82,10 +89,20 @@ class Sliced(torch.optim.Optimizer):
                     held[key] = value
                     continue
                 if key not in moments:
-                    held[key] = torch.zeros_like(parameter, dtype=form.dtype(value), requires_grad=False)
+                    held[key] = self._empty(parameter, form.dtype(value))
                     moments[key] = _rows(held[key])
                 form.put_moment(key, value, moments[key][first:last])
         return after
+
+    def _empty(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """A moment to be filled, laid out as its parameter."""
+        if self._home is None:
+            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        pinned = parameter.device.type == "cuda"
+        return torch.zeros_like(parameter, dtype=dtype, device=self._home, pin_memory=pinned, requires_grad=False)
+
+    def _fetched(self, moment: Tensor, weights: Tensor) -> Tensor:
+        return moment if self._home is None else moment.to(weights.device, non_blocking=True)
 
     def _form(self, group: dict[str, Any], parameter: nn.Parameter, first: int, last: int) -> _Form:
         if self._rounding is None or parameter.dtype != torch.bfloat16:

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from meshtune.layout import Layout, Plan
 from meshtune.layout.pieces import set_aliases
@@ -46,6 +46,8 @@ class Settings:
     checkpoint_every: int = 1
     checkpoint_keep: tuple[Kind, ...] = KINDS
     activation_offload: bool = False
+    offload_parameters: bool = False
+    """Shards, their gradients and so the optimizer's step are in the memory of the CPU."""
     float8: Float8 | None = None
     """Which layers multiply in float8, and how."""
 
@@ -95,7 +97,8 @@ def shard(root: nn.Module, model: nn.Module, layout: Layout, plan: Plan, setting
         setattr(root, "around_trunk", partial(offloaded, layout.device_type))  # noqa: B010  an attribute of CausalLM
     if settings.compile:
         compile_units(units, layout.device_type)
-    if layout.strategy == "fsdp2" and (_converts(model, settings) or not _nothing_to_share(layout)):
+    wanted = _converts(model, settings) or settings.offload_parameters or not _nothing_to_share(layout)
+    if layout.strategy == "fsdp2" and wanted:
         _shard_data_parallel(root, model, units, layout, plan, settings)
     return Sharded(plan, shared, cut, balance)
 
@@ -150,11 +153,14 @@ def _shard_data_parallel(
     policy = MixedPrecisionPolicy()
     if _converts(model, settings):
         policy = MixedPrecisionPolicy(param_dtype=settings.compute_dtype, reduce_dtype=torch.float32)
+    offload = OffloadPolicy()
+    if settings.offload_parameters:
+        offload = CPUOffloadPolicy(pin_memory=layout.device_type != "cpu")
     if layout.ep > 1:
         for found in plan.experts:
-            shard_experts(model.get_submodule(found.outermost), layout, policy)
+            shard_experts(model.get_submodule(found.outermost), layout, policy, offload)
     for module in (*units, root):
-        fully_shard(module, mesh=layout.data_parallel_mesh, mp_policy=policy)
+        fully_shard(module, mesh=layout.data_parallel_mesh, mp_policy=policy, offload_policy=offload)
     for module in root.modules():
         if isinstance(
             module, FSDPModule

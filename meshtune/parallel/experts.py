@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from meshtune.errors import ModelError
 from meshtune.layout import Layout
@@ -54,13 +54,16 @@ def dispatch(module: nn.Module, experts: Experts, layout: Layout) -> None:
     module.register_forward_hook(hooks.collect, prepend=True)
 
 
-def shard_experts(module: nn.Module, layout: Layout, policy: MixedPrecisionPolicy = _AS_HELD) -> None:
+def shard_experts(
+    module: nn.Module, layout: Layout, policy: MixedPrecisionPolicy = _AS_HELD, offload: OffloadPolicy | None = None
+) -> None:
     """Shard this rank's experts over the ranks that hold the same ones; gradients are summed.
 
     Routing weights keep their own dtype: a module of a block that is sharded as one gets them so, too.
     """
     policy = replace(policy, cast_forward_inputs=False)
-    fully_shard(module, mesh=layout.expert_data_parallel_mesh, mp_policy=policy)
+    mesh = layout.expert_data_parallel_mesh
+    fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload or OffloadPolicy())
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)  # else a factor is a reduction that gloo does not have

@@ -24,7 +24,7 @@ from meshtune.recipes import adapting, memory, optimizing, precision
 from meshtune.recipes.arithmetic import active_share, flops_per_token, sizes
 from meshtune.recipes.objectives import next_token, next_token_scores
 from meshtune.recipes.plans import declare
-from meshtune.recipes.rounding import rounded
+from meshtune.recipes.rounding import sliced
 from meshtune.recipes.saving import RunSaver
 from meshtune.training.best import BestMetric
 from meshtune.training.loop import Fit
@@ -87,6 +87,8 @@ def build_model(setup: Setup, weights: Mapping[str, torch.Tensor] | None) -> tup
     _fill(setup, model, source, weights)
     if adapter is not None:
         adapting.fill(setup, model, sharded.plan)
+    if settings.offload_parameters:
+        memory.hold_on_cpu(root, device)
     if setup.trained is not None:
         freeze(model, setup.trained)
     return root, replicate(root, model, setup.layout, sharded, settings)
@@ -94,7 +96,7 @@ def build_model(setup: Setup, weights: Mapping[str, torch.Tensor] | None) -> tup
 
 def _fill(setup: Setup, model: PreTrainedModel, source: Source, weights: Mapping[str, torch.Tensor] | None) -> None:
     """Give the model's own weights their values; where the checkpoint to resume from holds them all, storage."""
-    base, device = base_view(model), setup.world.device
+    base, device = base_view(model), memory.device_of_weights(setup.recipe, setup.world.device)
     if setup.resume is not None and setup.adapter is None:
         initialize(base, None, device)
     elif weights is not None:
@@ -111,7 +113,7 @@ def assemble(setup: Setup, parallel: Parallel, stop: SignalStop) -> tuple[Fit, T
     recipe, layout, device = setup.recipe, setup.layout, setup.world.device
     model = setup.model.model
     optimizer = optimizing.build(recipe, model, setup.learning, layout)
-    optimizer = memory.in_backward(rounded(optimizer, recipe, model), recipe, parallel)
+    optimizer = memory.in_backward(sliced(optimizer, recipe, model), recipe, parallel)
     loader = Loader(setup.course.order, **_share(setup))
     group = background_group() if recipe.checkpoint.asynchronous else None
     kept = kept_of(model)

@@ -29,6 +29,7 @@ _FREE = (
     "training.activation_checkpointing_every",
     "training.activation_checkpointing_keep",
     "training.activation_offload",
+    "training.offload",
     "optimizer.in_backward",
     "training.compile",
     "training.eval_every_steps",

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshtune.errors import Problem, RecipeError
+from meshtune.recipes.rounding import SLICED
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from meshtune.layout import Layout
     from meshtune.parallel import Parallel
@@ -19,10 +21,24 @@ IN_BACKWARD = "optimizer.in_backward"
 
 def problems(recipe: Recipe) -> Iterable[tuple[str, str]]:
     """What does not go together in any layout."""
-    if not recipe.optimizer.in_backward:
-        return
-    from meshtune.recipes.rounding import SLICED
+    yield from _offload_problems(recipe)
+    if recipe.optimizer.in_backward:
+        yield from _in_backward_problems(recipe)
 
+
+def _offload_problems(recipe: Recipe) -> Iterable[tuple[str, str]]:
+    strategy = recipe.distributed.strategy
+    if recipe.training.offload == "parameters" and strategy != "fsdp2":
+        yield "training.offload", f"parameters needs strategy: fsdp2, which gathers weights as they are used, not {strategy}"
+    if recipe.training.offload == "optimizer" and recipe.optimizer.name not in SLICED:
+        yield (
+            "training.offload",
+            f"optimizer works with {', '.join(SLICED)}, whose moments can be fetched a slice at a time, not with "
+            f"{recipe.optimizer.name}",
+        )
+
+
+def _in_backward_problems(recipe: Recipe) -> Iterable[tuple[str, str]]:
     training, name = recipe.training, recipe.optimizer.name
     if name not in SLICED:
         yield IN_BACKWARD, f"works with {', '.join(SLICED)}, which update each element by itself, not with {name}"
@@ -54,8 +70,8 @@ def check_shared(recipe: Recipe, shared: Sequence[str]) -> None:
     changed before."""
     if recipe.optimizer.in_backward and shared:
         message = (
-            f"with this tp_size each rank has a part of the gradient of {len(shared)} parameters ({', '.join(shared[:3])}...), and "
-            "they are added up after the backward; leave it out, or tensor parallelism"
+            f"with this tp_size each rank has a part of the gradient of {len(shared)} parameters, {shared[0]} among them; "
+            "they are added up after the backward. Leave it out, or tensor parallelism"
         )
         raise RecipeError([Problem(IN_BACKWARD, message)])
 
@@ -67,8 +83,24 @@ def settings(recipe: Recipe) -> dict[str, Any]:
         "checkpoint_every": training.activation_checkpointing_every,
         "checkpoint_keep": training.activation_checkpointing_keep,
         "activation_offload": training.activation_offload,
+        "offload_parameters": training.offload == "parameters",
     }
     return {key: value for key, value in asked.items() if value is not None}
+
+
+def device_of_weights(recipe: Recipe, device: torch.device) -> torch.device:
+    """Where weights are loaded to by a run that computes on `device`."""
+    import torch
+
+    return torch.device("cpu") if recipe.training.offload == "parameters" else device
+
+
+def hold_on_cpu(root: nn.Module, device: torch.device) -> None:
+    """Move all parameters of a sharded `root` to the memory of the CPU; buffers are used on `device` as they are."""
+    root.to("cpu")
+    for module in root.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def in_backward(optimizer: torch.optim.Optimizer, recipe: Recipe, parallel: Parallel) -> torch.optim.Optimizer:
@@ -86,6 +118,8 @@ def _on_device(recipe: Recipe, device_type: str) -> Iterable[tuple[str, str]]:
     why = "moves to the memory of the CPU what is there already: this machine has no accelerator; leave it out"
     if recipe.training.activation_offload:
         yield "training.activation_offload", why
+    if recipe.training.offload != "none":
+        yield "training.offload", f"{recipe.training.offload} {why}"
 
 
 def _on_layout(recipe: Recipe, layout: Layout, accumulation: int) -> Iterable[tuple[str, str]]:

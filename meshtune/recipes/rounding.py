@@ -53,15 +53,17 @@ def notes(recipe: Recipe) -> list[str]:
     return [f"rounding    {chosen}{default}"]
 
 
-def rounded(optimizer: torch.optim.Optimizer, recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    """`optimizer`, made to round as `recipe` says, over the parameters of the sharded `model`."""
-    chosen = rounding(recipe)
-    if chosen is None or chosen == "nearest":
+def sliced(optimizer: torch.optim.Optimizer, recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    """`optimizer` over the parameters of the sharded `model`, made to round as `recipe` says, and to keep its moments in the
+    memory of the CPU if it says so."""
+    chosen, home = rounding(recipe), "cpu" if recipe.training.offload == "optimizer" else None
+    if chosen in (None, "nearest") and home is None:
         return optimizer
     from meshtune.models.placing import positions
     from meshtune.optim.slices import Rounding, Sliced
 
-    return Sliced(optimizer, Rounding(chosen, recipe.seed, positions(model)))
+    rounds = None if chosen is None or chosen == "nearest" else Rounding(chosen, recipe.seed, positions(model))
+    return Sliced(optimizer, rounds, home)
 
 
 def _held_in_bfloat16(recipe: Recipe) -> bool:

@@ -62,6 +62,11 @@ class TrainingSection(Section):
         description="What the backward needs of the forward waits in the CPU's memory (what `selective` keeps excepted). On an "
         "accelerator.",
     )
+    offload: Literal["none", "optimizer", "parameters"] = Field(
+        "none",
+        description="What waits in the CPU's memory. `optimizer`: moments, fetched a slice at a time; `parameters`: shards of "
+        "weights, gradients and moments, which the CPU then updates (strategy fsdp2). On an accelerator.",
+    )
     compile: bool = Field(False, description="torch.compile each block; refused where the compiler does not run.")
     eval_every_steps: int | None = Field(
         None,
