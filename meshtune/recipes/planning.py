@@ -67,7 +67,7 @@ def plan(recipe: Recipe, world_size: int, device_type: str = "cpu") -> Plan:
     precision.check(recipe, device_type)
     memory.check(recipe, layout, device_type, sizes.accumulation)
     _check_pipeline(recipe, layout, sizes)
-    source = resolve(recipe.model)
+    source = resolve(recipe.model, recipe.quantization)
     layout.check(source.facts())
     length = resolved_length(recipe, source)
     return Plan(with_folder(recipe), layout, sizes, source, load_tokenizer(recipe.model), length)

@@ -19,7 +19,7 @@ def prepared(recipe: Recipe) -> Iterator[str]:
     """Prepare training and validation data, and yield what is to be said of them, as lines. Raises a MeshtuneError where
     training would.
     """
-    source = resolve(recipe.model)
+    source = resolve(recipe.model, recipe.quantization)
     length, vocabulary = resolved_length(recipe, source), vocabulary_of(source)
     folder = cache_folder() / "data"
     opening = Opening(recipe.rows, load_tokenizer(recipe.model), length, vocabulary, folder, seed=recipe.seed)

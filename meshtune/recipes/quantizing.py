@@ -1,16 +1,25 @@
-"""What `quantization:` cannot go with in a recipe."""
+"""What a recipe's `quantization:` comes to: chosen and checked before any weight is read, then put into the meta model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from meshtune.layout import Layout
+    from meshtune.models.plans.derive import Findings
+    from meshtune.models.quantization.choosing import Chosen
+    from meshtune.models.source import Source
+    from meshtune.models.trainable import Trained
+    from meshtune.recipes import adapting
     from meshtune.recipes.recipe import Recipe
 
 
 def problems(recipe: Recipe) -> Iterable[tuple[str, str]]:
-    """As those of a section: key and message."""
+    """(key, message) of what quantised weights cannot go with in a recipe."""
     if recipe.quantization is None:
         return
     if recipe.peft is None:
@@ -24,3 +33,46 @@ def problems(recipe: Recipe) -> Iterable[tuple[str, str]]:
         )
     if recipe.distributed.strategy == "megatron_fsdp":
         yield "distributed.strategy", "megatron_fsdp does not hold quantised weights; fsdp2 and ddp do"
+
+
+def choose(
+    recipe: Recipe,
+    source: Source,
+    adapter: adapting.Chosen | None = None,
+    layout: Layout | None = None,
+    found: Findings | None = None,
+) -> Chosen | None:
+    """Which layers of the model of `source` are held in few bits, found on meta; None without `quantization:`.
+
+    `adapter` may train layers whole, which then are not; a `layout`, with what was `found` for it, may not cut them as it would.
+    Raises ModelError or LayoutError with what does not fit, before any weight is read.
+    """
+    if recipe.quantization is None:
+        return None
+    from meshtune.models import hf
+    from meshtune.models.fitting import quantised_in_checkpoint
+    from meshtune.models.quantization import choosing
+    from meshtune.models.quantization.cuts import quantised_plan
+    from meshtune.models.quantization.watching import weights_read
+    from meshtune.recipes.plans import declare
+
+    model = hf.build(source, "eager")
+    saved = list((adapter.config.modules_to_save if adapter is not None else None) or [])
+    stored = quantised_in_checkpoint(source, model) if source.files else frozenset()
+    chosen = choosing.choose(model, recipe.quantization, saved or None, weights_read(source), stored or None)
+    if layout is not None:
+        plan = declare(model, found, layout)
+        choosing.quantise(model, chosen)
+        quantised_plan(plan, model, layout)
+    return chosen
+
+
+def counted(trained: Trained, model: PreTrainedModel) -> Trained:
+    """The same counts, a quantised weight counted as the numbers that it stands for."""
+    from meshtune.models.quantization.loading import quantised_layers
+
+    surplus = sum(
+        layer.out_features * layer.in_features - sum(tensor.numel() for tensor in layer.held.values())
+        for layer in quantised_layers(model).values()
+    )
+    return replace(trained, total=trained.total + surplus)

@@ -201,7 +201,7 @@ class Setup:
 
     def _choose_quantised(self) -> Quantised | None:
         source = adapting.held(self.plan.source, self.recipe, compute_dtype(self.precision))
-        return quantizing.choose(self.recipe, source, self.layout, self.findings, self.adapter)
+        return quantizing.choose(self.recipe, source, self.adapter, self.layout, self.findings)
 
     def _choose_precision(self) -> tuple[str, float | None]:
         """What `auto` chose when a run began stays for all of it, wherever it is resumed."""
