@@ -122,6 +122,7 @@ def assemble(setup: Setup, parallel: Parallel, stop: SignalStop) -> tuple[Fit, T
     model = setup.model.model
     optimizer = optimizing.build(recipe, model, setup.learning, layout)
     optimizer = memory.in_backward(sliced(optimizer, recipe, model), recipe, parallel)
+    setup.optimizer = optimizer
     loader = Loader(setup.course.order, **_share(setup))
     group = background_group() if recipe.checkpoint.asynchronous else None
     kept = kept_of(model)
