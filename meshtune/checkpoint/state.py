@@ -6,6 +6,7 @@ Learning rate, weight decay and other constants of the optimizer are not stored:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshtune.checkpoint.part import Part
+from meshtune.checkpoint.rows import Rows
 from meshtune.layout.pieces import Piece, aliases, named_pieces
 from meshtune.optim import kept as keeping
 from meshtune.optim.averaging import IN_TRAINING, averaged
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
-_ROWS = "rows"  # the axis of a piece that no axis of the layout has cut
 
 
 State = dict[str, Tensor]
@@ -106,7 +107,16 @@ class Held:
 
     def tensors(self) -> State:
         """`optimizer.<name>.<moment>`."""
-        return {f"{_OPTIMIZER}.{self._name(entry)}.{entry.key}": self._placed(entry) for entry in self._tensors}
+        state: State = {}
+        rows: dict[tuple[str, tuple[int, ...]], dict[int, Tensor]] = defaultdict(dict)
+        for entry in self._tensors:
+            name = f"{_OPTIMIZER}.{self._name(entry)}.{entry.key}"
+            if entry.whole is not None:
+                rows[name, entry.whole][entry.start] = entry.tensor
+            else:
+                piece = None if isinstance(entry.of, str) else self._pieces[entry.of]
+                state[name] = _part(entry.tensor, piece if entry.tensor.ndim else None)
+        return state | {name: Rows(whole, tensors) for (name, whole), tensors in rows.items()}
 
     def filled(self) -> None:
         """Call when the tensors were filled: numbers go back to where they are counted."""
@@ -116,10 +126,3 @@ class Held:
 
     def _name(self, entry: keeping.StateTensor) -> str:
         return entry.of if isinstance(entry.of, str) else self._names[entry.of]
-
-    def _placed(self, entry: keeping.StateTensor) -> Tensor:
-        if entry.whole is not None:
-            rows = (entry.start, len(entry.tensor))
-            return Part(entry.tensor, Piece(_ROWS, entry.whole, 0, (rows,)))
-        piece = None if isinstance(entry.of, str) else self._pieces[entry.of]
-        return _part(entry.tensor, piece if entry.tensor.ndim else None)

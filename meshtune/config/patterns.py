@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import translate
 from functools import lru_cache
 
-__all__ = ["Patterns", "as_written", "covers", "matches", "misspelt", "nearest_names", "without_effect"]
+__all__ = ["Patterns", "as_written", "covers", "matches", "misspelt", "nearest_names", "unreadable", "without_effect"]
 
 Patterns = str | Sequence[str]
 
@@ -33,6 +33,19 @@ def covers(patterns: Patterns, parameter: str) -> bool:
     if isinstance(patterns, str):
         return matches(patterns, parameter)
     return any(matches(patterns, path) for path in _paths(parameter))
+
+
+def unreadable(patterns: Patterns) -> str | None:
+    """What is wrong with patterns whatever the model, as a message; None if nothing is."""
+    if not patterns:
+        return "found nothing; name something, or leave the key out"
+    if not isinstance(patterns, str):
+        return None if all(patterns) else "found an empty pattern; remove it"
+    try:
+        re.compile(patterns)
+    except re.error as error:
+        return f"{patterns!r} is no regular expression: {error}; ends of names are written as a list, [{patterns}]"
+    return None
 
 
 def without_effect(patterns: Patterns, parameters: Iterable[str]) -> list[str]:
@@ -57,6 +70,9 @@ def misspelt(patterns: Patterns, parameters: Iterable[str], of: str = "of the mo
     """A message for each of `patterns` that covers none of the parameters `of`..., with what it may have been meant to be."""
     names = list(parameters)
     for pattern in without_effect(patterns, names):
+        if isinstance(patterns, str) and any(covers([patterns], name) for name in names):
+            yield f"the regular expression {pattern!r} matches no whole name {of}; ends of names are a list: [{pattern}]"
+            continue
         near = nearest_names(pattern, names)
         hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(_examples(names))}"
         yield f"{pattern!r} matches no parameter {of}; {hint}"

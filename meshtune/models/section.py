@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from meshtune.config import Section
+from meshtune.config.patterns import unreadable
 
 
 class ModelSection(Section):
@@ -33,6 +34,15 @@ class ModelSection(Section):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
         "auto", description="Attention implementation. What `auto` chose is printed and stored."
     )
+    trainable: str | list[str] | None = Field(
+        None,
+        description="What is trained, all else frozen: ends of names of modules or parameters, cut at dots, `*` for anything; or "
+        "one regular expression over the whole name of a parameter. Default: everything.",
+    )
+    freeze: str | list[str] | None = Field(
+        None,
+        description="What is not trained, named in the same way; taken from what `trainable` names, or from everything.",
+    )
     trust_remote_code: bool = Field(
         False, description="Run the Python code that a hub repository ships with its model."
     )
@@ -47,3 +57,7 @@ class ModelSection(Section):
             yield "allow_unexpected", "has no effect with `weights: random`, which reads no checkpoint"
         if self.weights == "random" and self.name.endswith(".gguf"):
             yield "name", "a GGUF file carries weights; `weights: random` needs a folder or hub id with a config.json"
+        for key in ("trainable", "freeze"):
+            patterns = getattr(self, key)
+            if patterns is not None and (wrong := unreadable(patterns)):
+                yield key, wrong

@@ -31,6 +31,8 @@ class Averaging:
     param_groups: list[dict[str, Any]]
     state: Any
     numbers = ("step", "weight_sum", "lr_max")
+    in_training: dict[nn.Parameter, Tensor] | None = None
+    """While parameters hold averages, what they had before."""
     moments = 3  # z, exp_avg_sq, and in a checkpoint y beside x
 
     @torch.no_grad()
@@ -55,13 +57,25 @@ def averages(optimizer: torch.optim.Optimizer) -> bool:
 def averaged(optimizer: torch.optim.Optimizer) -> Iterator[dict[nn.Parameter, Tensor]]:
     """Inside, parameters have the values that are to be evaluated; gives this rank's part of those in training, if others."""
     inner = innermost(optimizer)
-    before = inner.average() if isinstance(inner, Averaging) else {}
+    if not isinstance(inner, Averaging) or inner.in_training is not None:
+        yield (inner.in_training or {}) if isinstance(inner, Averaging) else {}
+        return
+    before = inner.in_training = inner.average()
     try:
         yield before
     finally:
+        inner.in_training = None
         with torch.no_grad():
             for parameter, values in before.items():
                 _local(parameter).copy_(values)
+
+
+def average_for_good(optimizer: torch.optim.Optimizer) -> None:
+    """Leave the values that are to be evaluated in the parameters: training is over."""
+    inner = innermost(optimizer)
+    if isinstance(inner, Averaging) and inner.in_training is None:
+        inner.average()
+        inner.in_training = {}
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,0 +1,146 @@
+"""Which parameters learn how: decided on the whole model, before it is cut; then the optimizer of each rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from meshtune.errors import Problem, RecipeError
+from meshtune.optim.groups import Rule, assign, faster_b
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from meshtune.layout import Layout
+    from meshtune.models.trainable import Trained
+    from meshtune.recipes.recipe import Recipe
+
+__all__ = ["Learning", "build", "choose", "evaluated", "problems"]
+
+# PEFT's create_loraplus_optimizer has the same.
+_EMBEDDING_RATE = 1e-6
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What `optimizer` and LoRA+ say of each trained parameter.
+
+    Attributes:
+        rules: of those in groups, by name.
+        parts: `muon` or `adamw`, of each by name, where the optimizer is both.
+        lines: for people.
+    """
+
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    parts: Mapping[str, str] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+
+
+def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """(key, message) of what an optimizer cannot go with in a recipe."""
+    if recipe.optimizer.name == "schedule_free_adamw" and recipe.lr_scheduler.name != "constant":
+        yield (
+            "lr_scheduler.name",
+            f"{recipe.lr_scheduler.name} lowers the learning rate, which schedule_free_adamw does by averaging weights; write "
+            "`name: constant` (a warm-up is good)",
+        )
+    if recipe.distributed.strategy == "megatron_fsdp" and recipe.optimizer.name not in ("adamw", "sgd"):
+        yield (
+            "optimizer.name",
+            f"{recipe.optimizer.name} is not made for strategy: megatron_fsdp; write `strategy: fsdp2`",
+        )
+
+
+def choose(recipe: Recipe, model: Any, trained: Trained | None) -> Learning:
+    """For the whole `model` on meta, its adapter in it, of which `trained` (None: everything) is trained.
+
+    Raises RecipeError for a group that matches nothing, before any weight is read.
+    """
+    from meshtune.models.trainable import tensor_names
+
+    tensors = {
+        names: parameter
+        for names, parameter in tensor_names(model).items()
+        if trained is None or any(map(trained, names))
+    }
+    section = recipe.optimizer
+    rules = assign(section.groups, tensors)
+    parts = _parts(model, tensors, rules) if section.name == "muon" else {}
+    if recipe.peft is not None and recipe.peft.loraplus_lr_ratio is not None:
+        dimensions = {name: parameter.ndim for names, parameter in tensors.items() for name in names}
+        rate = _EMBEDDING_RATE if recipe.peft.loraplus_lr_embedding is None else recipe.peft.loraplus_lr_embedding
+        scale = rate / recipe.training.learning_rate
+        rules = faster_b(rules, dimensions, recipe.peft.loraplus_lr_ratio, scale)
+    return Learning(rules, parts, tuple(_lines(tensors, rules, parts)))
+
+
+def build(recipe: Recipe, model: nn.Module, learning: Learning, layout: Layout) -> torch.optim.Optimizer:
+    """The optimizer of this rank's part of the sharded `model`. Every rank must call it."""
+    from meshtune.models.placing import positions
+    from meshtune.optim.build import Known
+
+    known = Known(learning.rules, learning.parts, positions(model), others=layout.size("pp") > 1)
+    return recipe.optimizer.build(model.named_modules(), recipe.training.learning_rate, known)
+
+
+@contextmanager
+def evaluated(optimizer: torch.optim.Optimizer, root: nn.Module) -> Iterator[None]:
+    """Inside, the weights of `root` are those to be evaluated and exported, which some optimizers keep beside."""
+    from torch.distributed.fsdp import FSDPModule
+
+    from meshtune.optim.averaging import averaged, averages
+
+    with averaged(optimizer):
+        yield
+    for module in root.modules() if averages(optimizer) else ():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # what it has gathered for an evaluation are not the weights of training
+
+
+def _parts(model: Any, tensors: Mapping[tuple[str, ...], nn.Parameter], rules: Mapping[str, Rule]) -> dict[str, str]:
+    """Hidden matrices, also stacked ones of experts, to muon; embeddings, head, vectors and convolutions to adamw."""
+    from torch import nn
+    from torch.nn.modules.conv import _ConvNd
+
+    outside = {id(p) for module in model.modules() if isinstance(module, nn.Embedding | _ConvNd) for p in _own(module)}
+    head = model.get_output_embeddings()
+    outside |= set() if head is None else {id(p) for p in head.parameters()}
+    found, wrong = {}, []
+    for names, parameter in tensors.items():
+        is_matrix = parameter.ndim in (2, 3)
+        hidden = is_matrix and id(parameter) not in outside and not any("lora_embedding_" in name for name in names)
+        rule = rules.get(names[0])
+        part = (None if rule is None else rule.name) or ("muon" if hidden else "adamw")
+        if part == "muon" and not is_matrix:
+            wrong.append(f"{names[0]} has {parameter.ndim} dimensions; muon needs matrices")
+        found.update(dict.fromkeys(names, part))
+    if wrong:
+        raise RecipeError([Problem("optimizer.groups", message) for message in wrong])
+    return found
+
+
+def _own(module: nn.Module) -> Iterator[nn.Parameter]:
+    return module.parameters(recurse=False)
+
+
+def _lines(
+    tensors: Mapping[tuple[str, ...], nn.Parameter], rules: Mapping[str, Rule], parts: Mapping[str, str]
+) -> Iterator[str]:
+    for part in ("muon", "adamw"):
+        if parts:
+            what = "hidden matrices" if part == "muon" else "embeddings, head and the rest"
+            yield f"optimizer   {part}: {_count(p for n, p in tensors.items() if parts[n[0]] == part)} ({what})"
+    for rule in dict.fromkeys(rules.values()):
+        says = [f"learning rate x {rule.lr_scale:g}"]
+        says += [] if rule.weight_decay is None else [f"weight decay {rule.weight_decay:g}"]
+        says += [] if rule.name is None else [rule.name]
+        members = (p for names, p in tensors.items() if rules.get(names[0]) == rule)
+        yield f"group       {rule.match}: {_count(members)}, {', '.join(says)}"
+
+
+def _count(parameters: Iterator[nn.Parameter]) -> str:
+    sizes = [parameter.numel() for parameter in parameters]
+    return f"{sum(sizes):,} parameters in {len(sizes)} tensors"
