@@ -109,10 +109,14 @@ def _bare(model: nn.Module, name: str) -> str:
 
 
 def _at(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None
+    """The module at `path`, or None where it, or one that it is in, is not on this rank. What stands there in its place may answer
+    for its attributes: it is not asked."""
+    module: nn.Module | None = model
+    for name in path.split("."):
+        if module is None:
+            break
+        module = module._modules.get(name)
+    return module
 
 
 def _shallow(module: nn.Module) -> nn.Module:
