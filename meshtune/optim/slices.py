@@ -44,8 +44,8 @@ class Rounding:
 class Sliced(torch.optim.Optimizer):
     """`inner`, which must treat each element of a parameter by itself, stepped on slices.
 
-    Moments are held on the device `home` (None: where their parameter is). Groups and state are those of `inner`. TrainStep writes the number of the step into each group as `train_step`: random
-    numbers follow from it.
+    Moments are held on the device `home` (None: where their parameter is). Groups and state are those of `inner`. TrainStep
+    writes the number of the step into each group as `train_step`: random numbers follow from it.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, rounding: Rounding | None = None, home: str | None = None):

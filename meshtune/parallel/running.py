@@ -89,7 +89,9 @@ class Parallel:
         (own,) = self._own([batch])
         return self._whole.evaluate(objective, own)
 
-    def grad_norm(self, parameters: Iterable[nn.Parameter], freed: Mapping[nn.Parameter, Tensor] | None = None) -> Tensor:
+    def grad_norm(
+        self, parameters: Iterable[nn.Parameter], freed: Mapping[nn.Parameter, Tensor] | None = None
+    ) -> Tensor:
         """The L2 norm of the gradients of all parameters on all ranks, of which `parameters` are those of this one; of those that
         have been `freed`, the norm of this rank's part."""
         counted = [p for p in parameters if p not in self._counted_elsewhere]

@@ -29,7 +29,10 @@ def problems(recipe: Recipe) -> Iterable[tuple[str, str]]:
 def _offload_problems(recipe: Recipe) -> Iterable[tuple[str, str]]:
     strategy = recipe.distributed.strategy
     if recipe.training.offload == "parameters" and strategy != "fsdp2":
-        yield "training.offload", f"parameters needs strategy: fsdp2, which gathers weights as they are used, not {strategy}"
+        yield (
+            "training.offload",
+            f"parameters needs strategy: fsdp2, which gathers weights as they are used, not {strategy}",
+        )
     if recipe.training.offload == "optimizer" and recipe.optimizer.name not in SLICED:
         yield (
             "training.offload",

@@ -51,7 +51,7 @@ def digests(model: nn.Module) -> dict[str, str]:
     found = {}
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        content = local.detach().contiguous().numpy().tobytes()
+        content = local.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
         found[name] = f"{local.dtype} {hashlib.sha256(content).hexdigest()}"
     return found
 

@@ -6,12 +6,17 @@ away, and copies are copies all the same.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch import Tensor, nn
 
+from meshtune.errors import RecipeError
+from meshtune.optim.rounding import Position
+from meshtune.optim.slices import Rounding, Sliced
 from tests.parity.conftest import Bench
 from tests.parity.meshes import PP, SP, WEIGHTS, split
 from tests.parity.runs import check_course, course, train
@@ -59,3 +64,51 @@ def test_offloaded_activations_come_back(bench: Bench, layout: dict[str, Any], m
     for moved, weights in bench.ranks.call(world_size, train_offloaded, recipe, bench.cache):
         assert moved > 100_000 and weights == 0
     check_course(course(recipe), bench.plain("qwen3", True).without_validation(), WEIGHTS)
+
+
+def train_unrefused(recipe: dict[str, Any], cache: str) -> dict[str, str]:
+    with patch("meshtune.recipes.memory._on_device", return_value=()):
+        return train(recipe, cache)
+
+
+@pytest.mark.parametrize(
+    ("offload", "layout"),
+    [("parameters", {"ep_size": 2, "dp_shard": 2}), ("parameters", {}), ("optimizer", {"dp_shard": 2})],
+    ids=["parameters-ep2", "parameters-one", "optimizer-fsdp2"],
+)
+def test_offloaded_weights_and_moments_train_as_a_plain_loop(
+    bench: Bench, offload: str, layout: dict[str, Any]
+) -> None:
+    section, world_size, readers = split(layout)
+    training = {"offload": offload, "per_device_batch_size": 12 // readers // 3}
+    recipe = bench.recipe(bench.model("qwen3_moe"), True, distributed=section, training=training)
+    del recipe["data"]["validation_path"]
+    bench.ranks.call(world_size, train_unrefused, recipe, bench.cache)
+    check_course(course(recipe), bench.plain("qwen3_moe", True).without_validation(), WEIGHTS)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="moves between an accelerator and the CPU")
+@pytest.mark.parametrize("kind", [None, "kahan", "stochastic"])
+def test_moments_wait_in_the_memory_of_the_cpu(kind: Any) -> None:
+    start = torch.randn(70, 30, device="cuda", dtype=torch.bfloat16 if kind else torch.float32)
+    box = SimpleNamespace(start=(0, 0), local=(0, 0), shape=(70, 30))
+    found = []
+    for home in (None, "cpu"):
+        parameter = nn.Parameter(start.clone())
+        rounding = Rounding(kind, 1, {parameter: Position("w", (70, 30), [box])}) if kind else None
+        optimizer = Sliced(torch.optim.AdamW([parameter], lr=1e-3, fused=True), rounding, home)
+        for step in range(3):
+            torch.manual_seed(step)
+            parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+        state = optimizer.state[parameter]
+        assert {state[key].device.type for key in ("exp_avg", "exp_avg_sq")} == {home or "cuda"}
+        found.append([parameter.detach().cpu(), *(state[key].cpu() for key in sorted(state))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("key", ["activation_offload", "offload"])
+def test_on_the_cpu_they_are_refused(bench: Bench, key: str) -> None:
+    recipe = bench.recipe(bench.model("llama"), training={key: True if key == "activation_offload" else "parameters"})
+    with pytest.raises(RecipeError, match=rf"training\.{key}: .*no accelerator"):
+        bench.ranks.call(1, train, recipe, bench.cache)
