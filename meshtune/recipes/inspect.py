@@ -9,7 +9,7 @@ import torch
 from meshtune.checkpoint.folder import Complete
 from meshtune.models import hf
 from meshtune.models.proofs import choose_attention
-from meshtune.recipes import planning
+from meshtune.recipes import optimizing, planning
 from meshtune.recipes.explaining import stage_holders
 from meshtune.recipes.folder import changes, continued, find_resume, resolved_recipe
 from meshtune.recipes.plans import declare, find_plan
@@ -43,6 +43,7 @@ def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
         plan.layout.summary(),
         *(found.notes() if found is not None else []),
         plan.sizes.summary(),
+        *(optimizing.lines_of(plan.recipe, model) if plan.recipe.peft is None else []),
         f"attention on this machine: {attention.description}",
         f"longest row: {plan.max_seq_length} tokens",
         *_resuming(plan.recipe, resume),

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from meshtune.errors import Problem, RecipeError
 from meshtune.optim.groups import Rule, assign, faster_b
+from meshtune.recipes import adapting
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from meshtune.layout import Layout
+    from meshtune.models.source import Source
     from meshtune.models.trainable import Trained
     from meshtune.recipes.recipe import Recipe
 
-__all__ = ["Learning", "build", "choose", "evaluated", "problems"]
+__all__ = ["Learning", "build", "check_patterns", "choose", "evaluated", "lines_of", "problems"]
 
 # PEFT's create_loraplus_optimizer has the same.
 _EMBEDDING_RATE = 1e-6
@@ -52,6 +54,23 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "optimizer.name",
             f"{recipe.optimizer.name} is not made for strategy: megatron_fsdp; write `strategy: fsdp2`",
         )
+
+
+def check_patterns(recipe: Recipe, source: Source) -> None:
+    """Raises RecipeError or ModelError for a pattern that matches nothing, before rows are read. With an adapter, whose names are
+    not known yet, that is left to `choose`."""
+    patterns = recipe.optimizer.groups or recipe.model.trainable is not None or recipe.model.freeze is not None
+    if recipe.peft is None and patterns:
+        from meshtune.models import hf
+
+        lines_of(recipe, hf.build(source, "eager"))
+
+
+def lines_of(recipe: Recipe, model: Any) -> list[str]:
+    """What is trained of the bare meta `model`, and how, for people; nothing where that is all of it in one way."""
+    trained = adapting.trained(model, recipe.model)
+    lines = [] if trained is None else [f"trained     {trained.summary()}"]
+    return [*lines, *choose(recipe, model, trained).lines]
 
 
 def choose(recipe: Recipe, model: Any, trained: Trained | None) -> Learning:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from meshtune.config import recipe_hash
 from meshtune.errors import Problem, RecipeError
 from meshtune.layout import Layout
-from meshtune.recipes import memory, precision
+from meshtune.optim.methods import check_installed
+from meshtune.recipes import memory, optimizing, precision
 from meshtune.recipes.recipe import Recipe
 from meshtune.training.section import BatchSizes
 
@@ -67,8 +68,10 @@ def plan(recipe: Recipe, world_size: int, device_type: str = "cpu") -> Plan:
     precision.check(recipe, device_type)
     memory.check(recipe, layout, device_type, sizes.accumulation)
     _check_pipeline(recipe, layout, sizes)
+    check_installed(recipe.optimizer.name)
     source = resolve(recipe.model, recipe.quantization)
     layout.check(source.facts())
+    optimizing.check_patterns(recipe, source)
     length = resolved_length(recipe, source)
     return Plan(with_folder(recipe), layout, sizes, source, load_tokenizer(recipe.model), length)
 
