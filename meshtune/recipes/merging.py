@@ -20,7 +20,7 @@ from meshtune.models.adapters.view import Adapter, kept_of
 from meshtune.models.initialize import initialize
 from meshtune.models.source import Source, stored_dtypes
 from meshtune.observe import compute_dtype
-from meshtune.recipes import adapting
+from meshtune.recipes import adapting, quantizing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -67,7 +67,7 @@ def merged(
     """The model without adapters, whole on the CPU, and what is to be done to it on its way into files."""
     trained_with = adapting.held(source, recipe, compute_dtype(found.manifest["precision"]))
     quantised = recipe.quantization is not None and merge.base != "original"
-    model, values = _base(recipe, source, trained_with if quantised else source, found, quantised)
+    model, values = _base(recipe, source, trained_with, tokenizer, found, quantised)
     weights = merge.weights or (1.0,) * (1 + len(merge.adapters))
     parts = []
     if recipe.peft is not None:
@@ -131,7 +131,12 @@ def _of_folder(name: str, source: Source, base: PreTrainedModel) -> Mapping[str,
 
 
 def _base(
-    recipe: Recipe, source: Source, held: Source, found: Complete, quantised: bool
+    recipe: Recipe,
+    source: Source,
+    held: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    found: Complete,
+    quantised: bool,
 ) -> tuple[PreTrainedModel, str]:
     """The weights that adapters are merged into, and a word on them for the record."""
     if recipe.peft is None:
@@ -145,12 +150,24 @@ def _base(
     model = hf.build(held, "eager")
     values = "as the checkpoint has them"
     if quantised:
-        raise NotImplementedError
+        values = f"those of {_quantise(model, recipe, source, tokenizer)}, which it was trained with"
+    elif recipe.quantization is not None:
+        values = "as the checkpoint has them, not as they were quantised in training"
     if source.section.weights == "random":
         initialize(model, recipe.seed, _CPU)
     else:
         hf.load(model, held, _CPU)
     return model, values
+
+
+def _quantise(model: PreTrainedModel, recipe: Recipe, source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Let the bare meta `model` hold what the run held in few bits. Returns in which form."""
+    from meshtune.models.quantization.choosing import quantise
+
+    chosen = quantizing.choose(recipe, source, adapting.choose(recipe, source, tokenizer))
+    assert chosen is not None
+    quantise(model, chosen)
+    return chosen.codec.name
 
 
 def _widest(source: Source) -> torch.dtype:

@@ -119,7 +119,9 @@ def is_wrapper(module: nn.Module | None) -> bool:
 
 def _inside(path: str, module: nn.Module) -> str:
     while is_wrapper(module):
-        name = next(name for name in ("base_layer", "original_module", "token_adapter") if name in module._modules)
+        name = next(
+            name for name in ("base_layer", "original_module", "token_adapter") if module._modules.get(name) is not None
+        )
         path, module = f"{path}.{name}", module.get_submodule(name)
     return path
 
