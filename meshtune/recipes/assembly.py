@@ -17,8 +17,6 @@ from meshtune.models.adapters.view import base_view, kept_of
 from meshtune.models.causal_lm import CausalLM
 from meshtune.models.documents import reopening
 from meshtune.models.initialize import fill, initialize
-from meshtune.models.quantization.choosing import quantise
-from meshtune.models.quantization.cuts import quantised_plan
 from meshtune.models.trainable import freeze
 from meshtune.observe import compute_dtype
 from meshtune.parallel import Parallel, Settings, replicate, shard
@@ -47,8 +45,7 @@ if TYPE_CHECKING:
 def build_model(setup: Setup, weights: Mapping[str, torch.Tensor] | None) -> tuple[CausalLM, Parallel]:
     """Meta model, plan, quantised layers, adapter, shards, weights, what is frozen: in this order.
 
-    The plan is that of the bare model, whose blocks were tried; an adapter's part of it follows from how weights [out, in] are
-    cut, and only then that of their quantised form. Stages are cut by what gradients reach, and loading lets every
+    The plan is that of the bare model, whose blocks were tried. Stages are cut by what gradients reach, and loading lets every
     weight require one, so that freezing comes after both. Of a run that is resumed, the checkpoint fills what is trained.
     """
     adapter, device = setup.adapter, setup.world.device
@@ -59,11 +56,7 @@ def build_model(setup: Setup, weights: Mapping[str, torch.Tensor] | None) -> tup
     root = CausalLM(model, whole=setup.attention.whole)
     plan = declare(model, setup.findings, setup.layout)
     whole = sizes(model)
-    if setup.quantised is not None:
-        quantise(model, setup.quantised)
-    if adapter is not None:
-        plan = adapting.put(model, setup.recipe, adapter, plan)
-    plan = quantised_plan(plan, model, setup.layout)
+    plan = quantizing.put(model, setup.recipe, plan, setup.layout, adapter, setup.quantised)
     setup.trained = adapting.trained(model, setup.recipe.model)
     if setup.trained is not None:
         setup.trained = quantizing.counted(setup.trained, model)

@@ -6,15 +6,17 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from meshtune.layout import Layout, Plan
 from meshtune.layout.explain import Placed, drawing, placed
 from meshtune.models import hf
 from meshtune.models.causal_lm import CausalLM
-from meshtune.models.source import resolve
+from meshtune.models.source import load_tokenizer, resolve
 from meshtune.parallel.stage_trial import pipeline_ranks
 from meshtune.parallel.stages import cut
+from meshtune.recipes import adapting, quantizing
 from meshtune.recipes.plans import declare, find_plan
 from meshtune.recipes.recipe import Recipe
 
@@ -56,18 +58,25 @@ class Explained:
 def explained(recipe: Recipe, world_size: int) -> Explained:
     """Lay the recipe's model out on `world_size` ranks, from its config alone."""
     layout = Layout.resolve(recipe.distributed, world_size)
-    source = resolve(recipe.model.model_copy(update={"weights": "random"}))
+    source = resolve(recipe.model.model_copy(update={"weights": "random"}), recipe.quantization)
+    source = adapting.held(source, recipe, torch.float32)
     layout.check(source.facts())
     found = find_plan(source, layout, recipe.distributed.plan)
+    adapter = adapting.choose(recipe, source, load_tokenizer(recipe.model)) if recipe.peft is not None else None
+    quantised = quantizing.choose(recipe, source, adapter, layout, found)
     model = hf.build(source, "eager")
-    plan = declare(model, found, layout)
+    plan = quantizing.put(model, recipe, declare(model, found, layout), layout, adapter, quantised)
     sizes = [(name, tuple(p.shape), p.element_size()) for name, p in model.named_parameters()]
     holders = stage_holders(model, plan, layout, recipe.distributed.pp_schedule or "1f1b")
 
     def stage_of(name: str) -> str:
         return "rank " + " and ".join(map(str, holders[name])) + (", tied" if len(holders[name]) > 1 else "")
 
-    return Explained(layout, list(placed(layout, plan, sizes, stage_of)), found.notes() if found else [])
+    return Explained(
+        layout,
+        list(placed(layout, plan, sizes, stage_of)),
+        [*(found.notes() if found else []), *(quantised.lines if quantised else ())],
+    )
 
 
 def stage_holders(model: PreTrainedModel, plan: Plan, layout: Layout, schedule: str) -> dict[str, tuple[int, ...]]:
@@ -78,7 +87,8 @@ def stage_holders(model: PreTrainedModel, plan: Plan, layout: Layout, schedule: 
     if layout.size("pp") == 1:
         return {}
     first = pipeline_ranks(layout.size("pp"))[0]
-    placement = cut(CausalLM(model), model, plan.units, first, schedule, joined=plan.joined_units).placement
+    root, blocks = CausalLM(model), plan.units
+    placement = cut(root, model, blocks, first, schedule, joined=plan.joined_units, wrapped=plan.wrapped).placement
     found: dict[str, set[int]] = {}
     for name, holders in placement.holders.items():
         found.setdefault(placement.canonical[name], set()).update(holders)

@@ -9,7 +9,7 @@ import torch
 from meshtune.checkpoint.folder import Complete
 from meshtune.models import hf
 from meshtune.models.proofs import choose_attention
-from meshtune.recipes import optimizing, planning
+from meshtune.recipes import adapting, optimizing, planning, quantizing
 from meshtune.recipes.explaining import stage_holders
 from meshtune.recipes.folder import changes, continued, find_resume, resolved_recipe
 from meshtune.recipes.plans import declare, find_plan
@@ -36,14 +36,21 @@ def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
         longest_document=plan.max_seq_length,
     )
     found = find_plan(plan.source, plan.layout, plan.recipe.distributed.plan)
-    model = hf.build(plan.source, "eager")
+    adapter = adapting.choose(plan.recipe, plan.source, plan.tokenizer)
+    source = adapting.held(plan.source, plan.recipe, torch.float32)
+    quantised = quantizing.choose(plan.recipe, source, adapter, plan.layout, found)
+    model = hf.build(source, "eager")
     declared = declare(model, found, plan.layout)
+    trained = optimizing.lines_of(plan.recipe, model) if plan.recipe.peft is None else []
+    declared = quantizing.put(model, plan.recipe, declared, plan.layout, adapter, quantised)
     stage_holders(model, declared, plan.layout, plan.recipe.distributed.pp_schedule or "1f1b")
     lines = [
         plan.layout.summary(),
         *(found.notes() if found is not None else []),
         plan.sizes.summary(),
-        *(optimizing.lines_of(plan.recipe, model) if plan.recipe.peft is None else []),
+        *(adapter.lines() if adapter is not None else []),
+        *(quantised.lines if quantised is not None else ()),
+        *trained,
         f"attention on this machine: {attention.description}",
         f"longest row: {plan.max_seq_length} tokens",
         *_resuming(plan.recipe, resume),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from meshtune.layout import Layout
+    from meshtune.layout import Layout, Plan
     from meshtune.models.plans.derive import Findings
     from meshtune.models.quantization.choosing import Chosen
     from meshtune.models.source import Source
@@ -65,6 +65,27 @@ def choose(
         choosing.quantise(model, chosen)
         quantised_plan(plan, model, layout)
     return chosen
+
+
+def put(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    plan: Plan,
+    layout: Layout,
+    adapter: adapting.Chosen | None,
+    quantised: Chosen | None,
+) -> Plan:
+    """Put quantised layers and an adapter into the bare meta `model`, whose plan is `plan`. Returns the plan of what it is then:
+    the adapter's part follows from how weights [out, in] are cut, and only then that of their quantised form."""
+    from meshtune.models.quantization.choosing import quantise
+    from meshtune.models.quantization.cuts import quantised_plan
+    from meshtune.recipes import adapting
+
+    if quantised is not None:
+        quantise(model, quantised)
+    if adapter is not None:
+        plan = adapting.put(model, recipe, adapter, plan)
+    return quantised_plan(plan, model, layout)
 
 
 def counted(trained: Trained, model: PreTrainedModel) -> Trained:
