@@ -63,6 +63,9 @@ def checkpoint_activations(
     kept = set().union(*(_KEPT[kind] for kind in keep)) if mode == "selective" else None
     settings: dict[str, Any] = {"use_reentrant": False, "context_fn": partial(_contexts, kept, reopening)}
     model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings, every_n_layers=every)
+    # Only reentrant checkpointing needs inputs that require gradients; of frozen embeddings they would take the backward through
+    # all the frozen blocks above them, in vain.
+    model.disable_input_require_grads()
 
 
 def offloaded(device_type: str) -> saved_tensors_hooks:

@@ -105,4 +105,5 @@ class RunSaver:
             "attention": setup.attention.implementation,
             "total_steps": setup.course.total_steps,
             **({} if setup.base is None else {"base": setup.base}),
+            **({} if setup.trained is None else setup.trained.as_dict()),
         }

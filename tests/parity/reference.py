@@ -25,6 +25,8 @@ class Hyperparameters:
     warmup_steps: int = 0
     # Far above rounding: AdamW divides by the size of a gradient, and would make an update of the noise of a zero.
     eps: float = 1e-5
+    # Ends of names of modules that do not learn.
+    frozen: tuple[str, ...] = ()
 
 
 @dataclass
@@ -51,6 +53,10 @@ def train_plainly(
 ) -> Course:
     """One optimizer step for each window of rows: padded into one batch, mean over its supervised tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    for module in (
+        m for end in hyperparameters.frozen for n, m in model.named_modules() if f".{n}".endswith(f".{end}")
+    ):
+        module.requires_grad_(False)
     optimizer = _optimizer(model, hyperparameters)
     schedule = get_cosine_schedule_with_warmup(optimizer, hyperparameters.warmup_steps, len(windows))
     course = Course()
