@@ -51,8 +51,9 @@ def problems(recipe: Recipe) -> Iterable[tuple[str, str]]:
         yield "distributed.strategy", "megatron_fsdp does not hold frozen weights beside trained ones; fsdp2 and ddp do"
 
 
-def choose(recipe: Recipe, source: Source, tokenizer: PreTrainedTokenizerBase) -> Chosen | None:
-    """What the adapter of `recipe` is for in the model of `source`, found on meta. None without an adapter.
+def choose(recipe: Recipe, source: Source, tokenizer: PreTrainedTokenizerBase | None = None) -> Chosen | None:
+    """What the adapter of `recipe` is for in the model of `source`, found on meta. None without an adapter. Its tokenizer is
+    loaded where it is needed and not given.
 
     Raises RecipeError or ModelError with all that does not fit, before any weight is read.
     """
@@ -69,7 +70,7 @@ def choose(recipe: Recipe, source: Source, tokenizer: PreTrainedTokenizerBase) -
 
 
 def _chosen(
-    section: AdapterSection, source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    section: AdapterSection, source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> Chosen:
     from meshtune.models.adapters import files
     from meshtune.models.adapters.facts import facts_of
@@ -82,7 +83,7 @@ def _chosen(
             config.lora_dropout = section.dropout
         return Chosen(config)
     targets = find_targets(section, model, facts_of(source, model))
-    tokens = _token_ids(section.trainable_token_indices or [], tokenizer, model)
+    tokens = _token_ids(section.trainable_token_indices or [], source, tokenizer, model)
     return Chosen(config_of(section, targets, model, tokens), targets.notes)
 
 
@@ -90,11 +91,19 @@ def _as_list(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value or ())
 
 
-def _token_ids(asked: list[int | str], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
+def _token_ids(
+    asked: list[int | str], source: Source, tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel
+) -> list[int]:
     """Ids of tokens that a recipe names by id or by text. Raises RecipeError for what is no token of the model's."""
+    from meshtune.models.source import load_tokenizer
+
+    known: dict[str, int] = {}
+    if any(isinstance(item, str) for item in asked):
+        known = (tokenizer or load_tokenizer(source.section)).get_vocab()
     embedding = model.get_input_embeddings()
     rows = int(embedding.weight.shape[0])  # type: ignore[index]
-    known, found, wrong = tokenizer.get_vocab(), [], []
+    found: list[int] = []
+    wrong: list[str] = []
     for item in asked:
         index = known.get(item) if isinstance(item, str) else item
         if index is None:

@@ -46,7 +46,8 @@ _FREE = (
 )
 # Settings that change the numbers from here on; allowed, and said.
 _OPTIMIZER_CONSTANTS = tuple(f"optimizer.{key}" for key in ("weight_decay", "betas", "eps", "momentum", "nesterov"))
-_DECLARED = ("training", "lr_scheduler", *_OPTIMIZER_CONSTANTS)
+_ADAPTER_RATES = ("peft.dropout", "peft.loraplus_lr_ratio", "peft.loraplus_lr_embedding")
+_DECLARED = ("training", "lr_scheduler", *_OPTIMIZER_CONSTANTS, *_ADAPTER_RATES)
 
 
 def write_facts(run: Path, recipe: Recipe, layout: dict[str, Any], data: dict[str, Any]) -> None:
