@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from meshtune.checkpoint.part import Part
 from meshtune.checkpoint.rows import Rows
 from meshtune.layout.pieces import Piece, aliases, named_pieces
+from meshtune.layout.wrapped import unwrapped
 from meshtune.optim import kept as keeping
 from meshtune.optim.averaging import IN_TRAINING, averaged
 
@@ -38,7 +39,7 @@ def model_state(model: nn.Module, kept: Kept | None = None) -> State:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen and (kept is None or kept(name)):
             seen.add(id(tensor))
-            state[f"{_MODEL}.{names.get(name, name)}"] = _part(tensor.detach(), pieces.get(name))
+            state[f"{_MODEL}.{names.get(name, name)}"] = _part(unwrapped(tensor.detach()), pieces.get(name))
     return state
 
 

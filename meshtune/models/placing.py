@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshtune.layout.pieces import Piece, Rectangle, aliases, named_pieces, piece_of, whole_shape
+from meshtune.layout.wrapped import unwrapped, wrapped_like
 from meshtune.optim.rounding import Position
 
 
@@ -56,20 +57,23 @@ def positions(model: nn.Module) -> dict[nn.Parameter, Position]:
 
 def local_of(tensor: Tensor) -> Tensor:
     """The tensor that this rank holds."""
+    tensor = unwrapped(tensor)
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def parameter_like(local: Tensor, like: Tensor) -> nn.Parameter:
     """A parameter that holds `local` where `like` holds (or on meta stands for) its part."""
     if isinstance(like, DTensor) and local.device.type != like.device_mesh.device_type:
-        held = torch.empty_like(like, dtype=local.dtype, device=local.device, requires_grad=False)  # from_local would move it
+        held = torch.empty_like(
+            like, dtype=local.dtype, device=local.device, requires_grad=False
+        )  # from_local would move it
         held.to_local().copy_(local)
         local = held
     elif isinstance(like, DTensor):
         local = DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
-    parameter = nn.Parameter(local, like.requires_grad)
+    parameter = nn.Parameter(wrapped_like(local, like), like.requires_grad)
     setattr(parameter, "_is_hf_initialized", True)  # noqa: B010  transformers' rules of initialisation leave it alone now
     return parameter
 

@@ -26,9 +26,10 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from meshtune.layout.pieces import aliases, named_pieces
+from meshtune.layout.wrapped import is_wrapped
 from meshtune.models.blocks import unit_names
 from meshtune.models.naming import Renaming
-from meshtune.models.placing import own_box, own_rectangles, own_slice, parameter_like, without_value
+from meshtune.models.placing import local_of, own_box, own_rectangles, own_slice, parameter_like, without_value
 from meshtune.models.quantization.loading import held_names, put_held, put_quantised, quantised_layers
 from meshtune.models.quantization.stored import beside_weights, held_of
 
@@ -55,10 +56,15 @@ def read(
 
     Returns transformers' report, in which what could not be filled is missing.
     """
+    wrapped = {name: meta for name, meta in model.named_parameters() if is_wrapped(meta)}
     sliced, cut, parts, quantised = _routes(model, whole, stored, load_config(model, device).weight_mapping or [])
     info, _ = convert_and_load_state_dict_in_model(
         model, {name: stored[name] for name in sliced}, load_config(model, device)
     )
+    for name, meta in wrapped.items():  # transformers has set tensors of the usual class
+        tensors, leaf = _place(model, name)
+        if not tensors[leaf].is_meta:
+            tensors[leaf] = parameter_like(local_of(tensors[leaf]), meta)
     for name, target in parts.items():
         _put(model, target, _own_part(stored[name], model, target, device))
         info.missing_keys.discard(target)

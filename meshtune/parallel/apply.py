@@ -26,7 +26,7 @@ from meshtune.parallel.activation_checkpointing import KINDS, Kind, Mode, Reopen
 from meshtune.parallel.balance import Balance
 from meshtune.parallel.compile import compile_units
 from meshtune.parallel.experts import shard_experts, share_out
-from meshtune.parallel.float8 import Float8, swap
+from meshtune.parallel.float8 import Float8, gather_in_float8, swap
 from meshtune.parallel.stages import Stages
 from meshtune.parallel.tensor import parallelize, shared_parameters
 
@@ -159,6 +159,8 @@ def _shard_data_parallel(
     if layout.ep > 1:
         for found in plan.experts:
             shard_experts(model.get_submodule(found.outermost), layout, policy, offload)
+    if settings.float8 is not None and settings.float8.all_gather:
+        gather_in_float8(model, settings.float8, layout.size("fsdp"))
     for module in (*units, root):
         fully_shard(module, mesh=layout.data_parallel_mesh, mp_policy=policy, offload_policy=offload)
     for module in root.modules():

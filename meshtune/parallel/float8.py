@@ -168,14 +168,11 @@ def gather_in_float8(model: nn.Module, float8: Float8, ranks: int) -> None:
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
     for path, module in model.named_modules():
-        if path in float8.names and module.weight.shape[0] % ranks == 0:
-            weight: Any = module.weight
-            cast = WeightWithDynamicFloat8CastTensor(
-                weight.data,
-                module.linear_mm_config,
-                module.config.cast_config_weight.target_dtype,
-            )
-            module.weight = nn.Parameter(cast, requires_grad=weight.requires_grad)
+        layer: Any = module
+        if path in float8.names and layer.weight.shape[0] % ranks == 0:
+            kind = layer.config.cast_config_weight.target_dtype
+            weight = WeightWithDynamicFloat8CastTensor(layer.weight.detach(), layer.linear_mm_config, kind)
+            layer.weight = nn.Parameter(weight, layer.weight.requires_grad)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from meshtune.optim.grad_norm import grad_norm
 from meshtune.parallel.apply import Settings, Sharded
 from meshtune.parallel.balance import Balance, route_only
 from meshtune.parallel.context import cut
-from meshtune.parallel.float8 import gather_in_float8, precomputed_scales
+from meshtune.parallel.float8 import precomputed_scales
 from meshtune.parallel.megatron import MegatronShards
 from meshtune.parallel.pipeline import Pipeline
 from meshtune.parallel.replicas import Replicas
@@ -41,8 +41,6 @@ class Parallel:
     def __init__(self, root: nn.Module, model: nn.Module, layout: Layout, sharded: Sharded, settings: Settings):
         self._root, self._layout, self._settings, self._balance = root, layout, settings, sharded.balance
         self._gathers_in_float8 = settings.float8 is not None and settings.float8.all_gather
-        if settings.float8 is not None and settings.float8.all_gather:
-            gather_in_float8(model, settings.float8, layout.size("fsdp"))
         self._prefix = next(f"{name}." for name, module in root.named_modules() if module is model)
         self._multiple = layout.size("tp") if layout.sequence_parallel else 1
         self._whole: _Whole | _Stages = (
