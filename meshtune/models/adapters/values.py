@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshtune.errors import ModelError
-from meshtune.layout.pieces import piece_of, whole_shape
+from meshtune.layout.pieces import aliases, named_pieces, piece_of, whole_shape
 from meshtune.models.adapters.decomposition import decompose_weights, is_made_of_weights, keep_beginning
 from meshtune.models.adapters.variant import NAME, lora_layers
-from meshtune.models.adapters.view import adapter_of
+from meshtune.models.adapters.view import adapter_of, inner_paths
+from meshtune.models.gathering import Gathering
 from meshtune.models.initialize import seed_of
 from meshtune.models.placing import local_of, own_rectangles, parameter_like, set_whole, without_value
+
+T = TypeVar("T")
 
 
 @torch.no_grad()
@@ -39,6 +42,7 @@ def initialize_adapter(model: nn.Module, seed: int | None, device: torch.device)
         if is_made_of_weights(init):
             keep_beginning(model)
         return
+    _bring_tied(model, device)
     _draw(model, seed, init, device)
     _measure_magnitudes(model, device)
     if is_made_of_weights(init):
@@ -56,6 +60,23 @@ def _without_values(model: nn.Module, device: torch.device) -> None:
         for leaf, meta in list(module._parameters.items()):
             if meta is not None and meta.is_meta:
                 module._parameters[leaf] = parameter_like(without_value(meta, device), meta)
+
+
+def _bring_tied(model: nn.Module, device: torch.device) -> None:
+    """Of tied weights that other pipeline ranks hold, a rank has only storage until training begins: adapters beside them need
+    the values."""
+    wrapped = set(inner_paths(model).values())
+    wanted = {name: first for name, first in aliases(model).items() if name.rpartition(".")[0] in wrapped}
+    needed = sorted(set().union(*_of_all_ranks(set(wanted.values()))))
+    if not needed:
+        return
+    held = {name: tensor for name, tensor in model.state_dict().items() if name in needed}
+    gathering = Gathering(held, named_pieces(model))
+    for first in needed:
+        whole = gathering.everywhere(first)
+        for name in [name for name, other in wanted.items() if other == first]:
+            path, _, leaf = name.rpartition(".")
+            set_whole(model.get_submodule(path), leaf, whole, device)
 
 
 def _draw(model: nn.Module, seed: int, init: str, device: torch.device) -> None:
@@ -158,8 +179,7 @@ def summed(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The sum over all ranks of each named float64 tensor, of which a rank may have none. Every rank calls it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return dict(parts)
-    tables: list[dict[str, torch.Size]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(tables, {name: part.shape for name, part in parts.items()})
+    tables = _of_all_ranks({name: part.shape for name, part in parts.items()})
     shapes = {name: shape for table in tables for name, shape in table.items()}
     if not shapes:
         return {}
@@ -172,3 +192,11 @@ def summed(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     dist.all_reduce(flat)
     sizes = [shape.numel() for shape in shapes.values()]
     return {name: part.view(shapes[name]) for name, part in zip(shapes, flat.split(sizes), strict=True)}
+
+
+def _of_all_ranks(own: T) -> list[T]:
+    if not dist.is_initialized():
+        return [own]
+    found = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
