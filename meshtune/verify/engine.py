@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from meshtune.verify.pool import Pool
 from meshtune.verify.report import Report, Verdict
 
 if TYPE_CHECKING:
+    from meshtune.models.adapters.section import AdapterSection
     from meshtune.models.source import Source
     from meshtune.recipes.recipe import Recipe
     from meshtune.verify.miniature import Miniature
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is tried: the small model, the layouts, and those that the whole model cannot have, each with the reason."""
+    """What is tried: the small model, the layouts, those that the whole model cannot have, each with the reason, and the adapter
+    in the form that it has for the small model."""
 
     miniature: Miniature
     trials: list[Trial]
     refused: dict[str, str]
     experts: bool
+    peft: AdapterSection | None = None
 
 
 def verify(
@@ -58,7 +61,12 @@ def prepare(recipe: Recipe, layouts: str, folder: Path) -> Prepared:
     from meshtune.verify import miniature
 
     source = miniature.source_of(recipe.model)
-    return prepare_source(source, recipe, layouts, miniature.documents_of(recipe), folder)
+    prepared = prepare_source(source, recipe, layouts, miniature.documents_of(recipe), folder)
+    if recipe.peft is None:
+        return prepared
+    from meshtune.verify.adapters import made_small
+
+    return replace(prepared, peft=made_small(recipe, source, prepared.miniature.model))
 
 
 def prepare_source(source: Source, recipe: Recipe, layouts: str, documents: list, folder: Path) -> Prepared:
@@ -90,6 +98,7 @@ def compare_layouts(
     """The course of one process, then each layout's beside it, `own` being the recipe's. `folder` is emptied in the end."""
     begun = time.perf_counter()
     made = prepared.miniature
+    recipe = recipe.model_copy(update={"peft": prepared.peft})
     beside = Beside(pool, recipe, made, small.global_batch([trial.readers for trial in prepared.trials]), folder)
     facts = made.architecture, made.parameters, made.sizes, prepared.experts
     report = Report(name, *facts, recipe.data.packing, beside.attention, own=own)

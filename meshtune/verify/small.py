@@ -71,6 +71,8 @@ def recipes(
         values["lr_scheduler"] = {"name": "constant"}
         values["checkpoint"] = {"dir": str(runs / name), "resume": "never"}
         values["logging"] = {"progress": "none"}
+        if recipe.peft is not None:
+            values["peft"] = recipe.peft.model_dump(exclude_none=True)
         made.append(from_mapping(Whole, {"recipe": recipe.recipe, "seed": recipe.seed, **values}))
     return made
 
