@@ -98,8 +98,8 @@ def choose(
         for path, module in model.named_modules()
         if path in names and path.startswith(inside) and any(p.ndim > 1 for p in module.parameters(recurse=False))
     }
-    linears = [names[path] for path, module in weighty.items() if isinstance(module, nn.Linear)]
-    if exclude is not None and (wrong := list(misspelt(exclude, linears, "that is a linear layer"))):
+    linears = [names[path] for path, module in model.named_modules() if isinstance(module, nn.Linear) and path in names]
+    if exclude is not None and (wrong := list(misspelt(exclude, linears, "in a linear layer"))):
         raise ModelError("\n".join(f"training.fp8.exclude_modules: {message}" for message in wrong))
     reasons: dict[str, str | None] = {
         path: "excluded"
