@@ -67,6 +67,10 @@ class Gathering:
                     Rectangle(rectangle.start, rectangle.start, rectangle.shape).within(whole).copy_(part)
         return whole
 
+    def holder(self, name: str) -> int:
+        """The first rank that has a part of it."""
+        return next(rank for rank, table in enumerate(self._tables) if name in table)
+
     def everywhere(self, name: str) -> Tensor:
         """The whole CPU tensor, on every rank."""
         whole = self.whole(name)

@@ -22,6 +22,7 @@ from meshtune.models.adapters.view import adapter_of, inner_paths
 from meshtune.models.gathering import Gathering
 from meshtune.models.initialize import seed_of
 from meshtune.models.placing import local_of, own_rectangles, parameter_like, set_whole, without_value
+from meshtune.models.quantization.linear import QuantizedLinear
 
 T = TypeVar("T")
 
@@ -106,11 +107,37 @@ def _fill(whole: Tensor, kind: str, init: str, rank: int, random: torch.Generato
 def _measure_magnitudes(model: nn.Module, device: torch.device) -> None:
     """DoRA begins with the norms of the weights themselves, which the adapter does not change yet."""
     layers = {path: layer for path, layer in lora_layers(model) if NAME in layer.lora_magnitude_vector}
-    squares = summed({path: _own_squares(layer) for path, layer in layers.items()})
+    quantised = {path: layer for path, layer in layers.items() if isinstance(layer.get_base_layer(), QuantizedLinear)}
+    squares = summed({path: _own_squares(layer) for path, layer in layers.items() if path not in quantised})
+    squares |= summed(_squares_of_quantised(quantised))
     for path, layer in layers.items():
-        *sums, seen = squares[path].split([len(squares[path]) - 1, 1])
-        whole = math.prod(_whole_shape(layer.get_base_layer()))
-        set_whole(layer.lora_magnitude_vector[NAME], "weight", (sums[0] * (whole / seen)).sqrt(), device)
+        sums, seen = squares[path][:-1], squares[path][-1]
+        whole = len(sums) * layer.in_features if path in quantised else math.prod(_whole_shape(layer.get_base_layer()))
+        set_whole(layer.lora_magnitude_vector[NAME], "weight", (sums * (whole / seen)).sqrt(), device)
+
+
+def _squares_of_quantised(layers: Mapping[str, Any]) -> dict[str, Tensor]:
+    """`_own_squares` of layers that are brought together one by one, since parts of what holds a weight need not be parts of it:
+    the first rank that has one speaks for all."""
+    bases = {path: layer.get_base_layer() for path, layer in layers.items()}
+    held = {f"{path}.{name}": tensor for path, base in bases.items() for name, tensor in base.held.items()}
+    pieces = {
+        f"{path}.{name}": piece
+        for path, base in bases.items()
+        for name in base.held
+        if (piece := piece_of(base, name)) is not None
+    }
+    gathering, found = Gathering(held, pieces), {}
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in gathering.names):
+        names = [name for name in gathering.names if name.rpartition(".")[0] == path]
+        wholes = {name.rpartition(".")[2]: gathering.whole(name, gathering.holder(names[0])) for name in names}
+        if rank == gathering.holder(names[0]):
+            dense = bases[path].codec.dense({name: w for name, w in wholes.items() if w is not None}, torch.float32)
+            found[path] = torch.cat(
+                [dense.double().square().sum(1), torch.tensor([dense.numel()], dtype=torch.float64)]
+            )
+    return found
 
 
 def _own_squares(layer: Any) -> Tensor:
