@@ -16,7 +16,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def test_an_adapter_goes_on_over_other_layouts(bench: Bench) -> None:
-    """Two stages, then parts of two tensor-parallel ranks, then experts of two, then one rank: one course, in bfloat16 weights."""
+    """Two stages, then parts of two tensor-parallel ranks, then experts of two, then one rank: one course, beside bfloat16."""
     model = bench.model("qwen3_moe", "-bf16", dtype=torch.bfloat16)
     changes = {"peft": {"r": 4, "target_parameters": EXPERTS, "rank_pattern": {"q_proj": 2}}}
     journey = [(2, {"pp_size": 2}, 3), (2, {"tp_size": 2}, 5), (2, {"ep_size": 2}, 8), (1, {}, None)]

@@ -28,7 +28,12 @@ def facts_of(source: Source, model: PreTrainedModel) -> Facts:
     if key not in _known:
         _known[key] = _unused(source)
     layers = {path: module for path, module in model.named_modules() if path and is_layer(module)}
-    return Facts(_known[key], frozenset(_nonlinear(layers)), frozenset(_rewritten(model, layers)))
+    return Facts(
+        _known[key],
+        frozenset(_nonlinear(layers)),
+        frozenset(_rewritten(model, layers)),
+        frozenset(_refused(model, layers)),
+    )
 
 
 @torch.no_grad()
@@ -91,3 +96,20 @@ def _rewritten(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Iterator
 
     if not survives(set(layers)):
         yield from (path for path in layers if not survives({path}))
+
+
+def _refused(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Iterator[str]:
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    config, known = LoraConfig(), dict[str, bool]()
+    for path in layers:
+        name = path.rpartition(".")[2]
+        if name not in known:
+            try:
+                _check_lora_target_modules_mamba(config, model, name)
+                known[name] = False
+            except ValueError:
+                known[name] = True
+        if known[name]:
+            yield path

@@ -20,6 +20,7 @@ from meshtune.models.adapters.section import TARGET_MODULES, AdapterSection
 from meshtune.models.experts import experts_modules
 
 _SHOWN = 8
+_WILD = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True)
@@ -30,18 +31,24 @@ class Facts:
         unused: layers, their numbers written as `*`, whose forward the model does not call, so that an adapter would do nothing.
         nonlinear: layers that are linear by class and compute something else.
         rewritten: layers that PEFT would take for others, by the names that they had in older versions of transformers.
+        refused: layers that PEFT does not adapt in this architecture, since kernels read their weights.
     """
 
     unused: Collection[str] = ()
     nonlinear: Collection[str] = ()
     rewritten: Collection[str] = ()
+    refused: Collection[str] = ()
 
     def against(self, path: str) -> str | None:
         """Why the layer at `path` cannot have an adapter, or None."""
         if path in self.nonlinear:
             return "computes something else than a matrix product"
         if path in self.rewritten:
-            return "has a name that PEFT reads as that of experts' stacked weights, so that the adapter could not be loaded again"
+            return (
+                "has a name that PEFT reads as that of experts' stacked weights, so that no file of it could be loaded"
+            )
+        if path in self.refused:
+            return "is not adapted by PEFT in this architecture, whose kernels read its weight without calling it"
         if generic(path) in self.unused:
             return "is never called in a forward of the model, so that an adapter would do nothing"
         return None
@@ -107,16 +114,24 @@ class _Finder:
         return [path for path in linear if path not in reasons]
 
     def _named(self, patterns: Patterns, saved: Iterable[str]) -> list[str]:
-        found = self._matched("target_modules", patterns, self._modules)
+        """A wildcard, or a regular expression, passes over what is no layer; a plain name does not."""
+        plain = [] if isinstance(patterns, str) else [p for p in patterns if not _WILD.search(p)]
+        others = {path for path in self._modules if path not in self._layers and matches(plain, path)}
+        found = self._matched(
+            "target_modules", patterns, [p for p in self._modules if p in self._layers or p in others]
+        )
+        wrong: dict[tuple[str, str], str] = {}
         for path in found:
             if path not in self._layers:
-                self._refuse("target_modules", f"{path} is {self._what(path)}")
+                wrong.setdefault((generic(path), "kind"), f"is {self._what(path)}")
             elif _inside(path, saved):
-                self._refuse("target_modules", f"{path} is trained whole by modules_to_save; name it in one of the two")
+                wrong.setdefault(
+                    (generic(path), "saved"), "is trained whole by modules_to_save; name it in one of the two"
+                )
             elif (reason := self._facts.against(path)) is not None:
-                self._refuse("target_modules", f"{path} {reason}; leave it out")
-            if len(self._problems) > _SHOWN:
-                break
+                wrong.setdefault((generic(path), reason), f"{reason}; leave it out")
+        for (path, _), message in list(wrong.items())[:_SHOWN]:
+            self._refuse("target_modules", f"{path} {message}")
         return found
 
     def _what(self, path: str) -> str:

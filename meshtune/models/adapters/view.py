@@ -109,8 +109,8 @@ def _bare(model: nn.Module, name: str) -> str:
 
 
 def _at(model: nn.Module, path: str) -> nn.Module | None:
-    """The module at `path`, or None where it, or one that it is in, is not on this rank. What stands there in its place may answer
-    for its attributes: it is not asked."""
+    """The module at `path`, or None where it, or one that it is in, is not on this rank. What stands there in its place may
+    answer for its attributes: it is not asked."""
     module: nn.Module | None = model
     for name in path.split("."):
         if module is None:
