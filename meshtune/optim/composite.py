@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from meshtune.optim import kept as keeping
+from meshtune.optim.bare import BareOptimizer
 from meshtune.optim.kept import StateTensor
 
 __all__ = ["Composite"]
 
 
-class Composite(torch.optim.Optimizer):
+class Composite(BareOptimizer):
     """Steps `parts` one after another; its groups are theirs."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
+        super().__init__([group for part in parts for group in part.param_groups])
         self.parts = tuple(parts)
-        self.param_groups = [group for part in parts for group in part.param_groups]
-        self.defaults = {}
-        self.state = defaultdict(dict)  # each has its own
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshtune.optim.bare import BareOptimizer
 from meshtune.optim.exchange import any_rank, exchange, tables, this_rank
 from meshtune.optim.kept import StateTensor, kept_of_region
 from meshtune.optim.methods import Method
@@ -27,7 +28,7 @@ __all__ = ["WholeTensors"]
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
-class WholeTensors(torch.optim.Optimizer):
+class WholeTensors(BareOptimizer):
     """Steps the optimizers that `make` makes, one for each region that this rank owns.
 
     Every rank of the world must make one, and step it, with whatever parameters it has.
@@ -45,8 +46,7 @@ class WholeTensors(torch.optim.Optimizer):
     ):
         """`make` gets a list of one group with one parameter; `method` says which numbers in it change, and how large
         states are."""
-        self.param_groups: list[dict[str, Any]] = [{"lr": learning_rate, **group} for group in groups]
-        self.defaults, self.state = {"lr": learning_rate}, defaultdict(dict)
+        super().__init__([{"lr": learning_rate, **group} for group in groups])
         self._device, self._scope, self._method, self._rank = device, scope, method, this_rank()
         self._parameters = {positions[p].name: p for group in groups for p in group["params"]}
         own = {

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
+from transformers import AutoModelForCausalLM, get_constant_schedule, get_cosine_schedule_with_warmup
 
+from meshtune.optim.composite import Composite
 from tests.parity.conversations import Row
 
 
@@ -58,8 +60,12 @@ def train_plainly(
     ):
         module.requires_grad_(False)
     optimizer = _optimizer(model, hyperparameters)
-    schedule = get_cosine_schedule_with_warmup(optimizer, hyperparameters.warmup_steps, len(windows))
+    if hyperparameters.optimizer == "schedule_free_adamw":
+        schedule = get_constant_schedule(optimizer)
+    else:
+        schedule = get_cosine_schedule_with_warmup(optimizer, hyperparameters.warmup_steps, len(windows))
     course = Course()
+    averages = optimizer if hasattr(optimizer, "eval") else None
     if validation:
         course.validation_loss.append(_mean_loss(model, validation))
     for rows in windows:
@@ -73,6 +79,8 @@ def train_plainly(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
+    if averages is not None:
+        averages.eval()
     if validation:
         course.validation_loss.append(_mean_loss(model, validation))
     course.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
@@ -113,6 +121,35 @@ def _optimizer(model: nn.Module, hyperparameters: Hyperparameters) -> torch.opti
         {"params": decayed, "weight_decay": hyperparameters.weight_decay},
         {"params": plain, "weight_decay": 0.0},
     ]
-    if hyperparameters.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=hyperparameters.learning_rate, momentum=0.9)
-    return torch.optim.AdamW(groups, lr=hyperparameters.learning_rate, eps=hyperparameters.eps)
+    return _LIBRARY[hyperparameters.optimizer](model, groups, hyperparameters)
+
+
+def _muon(model: nn.Module, groups: list[dict[str, Any]], asked: Hyperparameters) -> torch.optim.Optimizer:
+    """Muon on hidden matrices, AdamW on the rest, stepped as one."""
+    decayed, plain = (group["params"] for group in groups)
+    outside = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
+    hidden = [p for p in decayed if p.ndim == 2 and p not in outside]
+    muon = torch.optim.Muon(
+        hidden, lr=asked.learning_rate, weight_decay=asked.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    rest = [{**groups[0], "params": [p for p in decayed if p in outside]}, {**groups[1], "params": plain}]
+    return Composite([muon, torch.optim.AdamW(rest, lr=asked.learning_rate, eps=asked.eps)])
+
+
+def _library(name: str, **constants: Any) -> Callable[..., torch.optim.Optimizer]:
+    def make(_model: nn.Module, groups: list[dict[str, Any]], asked: Hyperparameters) -> torch.optim.Optimizer:
+        import pytorch_optimizer
+
+        return getattr(pytorch_optimizer, name)(groups, lr=asked.learning_rate, **constants)
+
+    return make
+
+
+_LIBRARY: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": lambda _, groups, asked: torch.optim.AdamW(groups, lr=asked.learning_rate, eps=asked.eps),
+    "sgd": lambda _, groups, asked: torch.optim.SGD(groups, lr=asked.learning_rate, momentum=0.9),
+    "adafactor": lambda _, groups, asked: torch.optim.Adafactor(groups, lr=asked.learning_rate),
+    "muon": _muon,
+    "lion": _library("Lion"),
+    "schedule_free_adamw": _library("ScheduleFreeAdamW", eps=1e-5),
+}
