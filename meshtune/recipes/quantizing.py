@@ -22,8 +22,18 @@ def problems(recipe: Recipe) -> Iterable[tuple[str, str]]:
     """(key, message) of what quantised weights cannot go with in a recipe."""
     if recipe.quantization is None:
         return
+    if recipe.distributed.strategy == "megatron_fsdp":
+        yield "distributed.strategy", "megatron_fsdp does not hold quantised weights; fsdp2 and ddp do"
+    if recipe.quantization.qat:
+        if recipe.peft is not None:
+            yield "quantization.qat", "trains all weights, which an adapter leaves frozen; leave out `peft:`, or `qat`"
+        return
     if recipe.peft is None:
-        yield "quantization", "quantised weights cannot be trained; add `peft:`, whose adapter is trained beside them"
+        yield (
+            "quantization",
+            "quantised weights cannot be trained; add `peft:`, whose adapter is trained beside them, or write `qat: true` to "
+            "train weights that are quantised afterwards",
+        )
         return
     start = recipe.peft.init_lora_weights or "default"
     if start not in ("default", "gaussian"):
@@ -31,8 +41,6 @@ def problems(recipe: Recipe) -> Iterable[tuple[str, str]]:
             "peft.init_lora_weights",
             f"{start} takes a part out of the weights, which quantised ones cannot give up exactly; write `default`",
         )
-    if recipe.distributed.strategy == "megatron_fsdp":
-        yield "distributed.strategy", "megatron_fsdp does not hold quantised weights; fsdp2 and ddp do"
 
 
 def choose(
@@ -53,6 +61,7 @@ def choose(
     from meshtune.models.fitting import quantised_in_checkpoint
     from meshtune.models.quantization import choosing
     from meshtune.models.quantization.cuts import quantised_plan
+    from meshtune.models.quantization.qat import check_cuts
     from meshtune.models.quantization.watching import weights_read
     from meshtune.recipes.plans import declare
 
@@ -62,6 +71,8 @@ def choose(
     chosen = choosing.choose(model, recipe.quantization, saved or None, weights_read(source), stored or None)
     if layout is not None:
         plan = declare(model, found, layout)
+        if chosen.trained is not None:
+            check_cuts(plan, chosen.layers, chosen.trained, layout)
         choosing.quantise(model, chosen)
         quantised_plan(plan, model, layout)
     return chosen
@@ -79,12 +90,15 @@ def put(
     the adapter's part follows from how weights [out, in] are cut, and only then that of their quantised form."""
     from meshtune.models.quantization.choosing import quantise
     from meshtune.models.quantization.cuts import quantised_plan
+    from meshtune.models.quantization.qat import over_ranks
     from meshtune.recipes import adapting
 
     if quantised is not None:
         quantise(model, quantised)
     if adapter is not None:
         plan = adapting.put(model, recipe, adapter, plan)
+    if quantised is not None and quantised.trained is not None:
+        over_ranks(model, plan, layout)
     return quantised_plan(plan, model, layout)
 
 

@@ -19,6 +19,7 @@ from meshtune.models.blocks import unit_names
 from meshtune.models.quantization.ao import Integers
 from meshtune.models.quantization.bnb import FourBit, Int8
 from meshtune.models.quantization.linear import Codec, QuantizedLinear
+from meshtune.models.quantization.qat import fake_quantise
 from meshtune.models.quantization.section import QuantizationSection
 
 _SHOWN = 4
@@ -38,6 +39,8 @@ class Chosen:
     layers: tuple[str, ...]
     kept: Mapping[str, Mapping[str, int]]
     lines: tuple[str, ...]
+    trained: QuantizationSection | None = None
+    """Set where the layers are trained in float and only seen as if they were quantised."""
 
 
 def codec_of(section: QuantizationSection) -> Codec:
@@ -94,11 +97,16 @@ def choose(
         raise ModelError(
             f"quantization: no layer of {type(model).__name__} can be quantised ({reasons or 'it has none in repeated blocks'})"
         )
-    return Chosen(codec, tuple(layers), kept, tuple(_lines(model, codec, section, layers, kept)))
+    lines = tuple(_lines(model, codec, section, layers, kept))
+    return Chosen(codec, tuple(layers), kept, lines, section if section.qat else None)
 
 
 def quantise(model: PreTrainedModel, chosen: Chosen) -> None:
-    """Put a layer that holds its weight in few bits in the place of each that is chosen. On meta; nothing is read."""
+    """Put a layer that holds its weight in few bits, or will (QAT), in the place of each that is chosen. On meta; nothing is
+    read."""
+    if chosen.trained is not None:
+        fake_quantise(model, chosen.layers, chosen.trained)
+        return
     for path in chosen.layers:
         layer = model.get_submodule(path)
         assert isinstance(layer, nn.Linear)
@@ -180,10 +188,13 @@ def _lines(
     after = sum(
         torch.Size(form.shape(*w.shape)).numel() * form.dtype.itemsize for w in weights for form in codec.forms.values()
     )
-    yield (
-        f"{len(layers)} layers in {codec.name} ({section.library}): {_size(after)} in the place of {_size(before)}, "
-        f"{8 * after / count:.3g} bits a weight"
-    )
+    if section.qat:
+        yield f"{len(layers)} layers train as if in {codec.name}, with int8 activations ({section.library}, QAT)"
+    else:
+        yield (
+            f"{len(layers)} layers in {codec.name} ({section.library}): {_size(after)} in the place of {_size(before)}, "
+            f"{8 * after / count:.3g} bits a weight"
+        )
     inside = {
         id(p)
         for name in (*layers, *(n for names in kept.values() for n in names))

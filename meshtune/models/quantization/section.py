@@ -44,6 +44,11 @@ class QuantizationSection(Section):
     backend: Literal["bitsandbytes", "torchao"] | None = Field(
         None, description="The library that quantises. Default: torchao for `int4`, bitsandbytes for every other type."
     )
+    qat: bool = Field(
+        False,
+        description="Quantisation-aware training, without `peft:`: all weights are trained in float, and each forward sees them "
+        "rounded to `int4` (in blocks) or `int8` (by rows), and activations to int8 by tokens, as torchao's converted model.",
+    )
     double_quant: bool | None = Field(
         None, description="Of `nf4` and `fp4`: quantise the scales as well. Default true."
     )
@@ -61,7 +66,7 @@ class QuantizationSection(Section):
     @property
     def library(self) -> str:
         """The backend, chosen where the recipe says nothing."""
-        return self.backend or _OF_TYPE[self.type][0]
+        return self.backend or ("torchao" if self.qat else _OF_TYPE[self.type][0])
 
     @property
     def block(self) -> int | None:
@@ -74,6 +79,8 @@ class QuantizationSection(Section):
         return self.type in ("nf4", "fp4") and self.double_quant is not False
 
     def problems(self) -> Iterable[tuple[str, str]]:
+        if self.qat and (self.type not in ("int4", "int8") or self.library != "torchao"):
+            yield "qat", f"is torchao's, of int4 and int8, not of {self.type} by {self.library}; write `type: int4`"
         able = _OF_TYPE[self.type]
         if self.backend is not None and self.backend not in able:
             yield "backend", f"{self.backend} has no {self.type} here; write {able[0]}, or leave it out"
