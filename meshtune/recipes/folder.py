@@ -45,7 +45,13 @@ _FREE = (
     "model.tokenizer",
 )
 # Settings that change the numbers from here on; allowed, and said.
-_OPTIMIZER_CONSTANTS = tuple(f"optimizer.{key}" for key in ("weight_decay", "betas", "eps", "momentum", "nesterov"))
+_OPTIMIZER_CONSTANTS = tuple(
+    f"optimizer.{key}"
+    for key in (
+        *("weight_decay", "betas", "eps", "momentum", "nesterov", "groups"),
+        *("adjust_lr", "decay_rate", "clip_threshold", "precondition_frequency"),
+    )
+)
 _ADAPTER_RATES = ("peft.dropout", "peft.loraplus_lr_ratio", "peft.loraplus_lr_embedding")
 _DECLARED = ("training", "lr_scheduler", *_OPTIMIZER_CONSTANTS, *_ADAPTER_RATES)
 
