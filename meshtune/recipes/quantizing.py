@@ -86,17 +86,20 @@ def put(
     adapter: adapting.Chosen | None,
     quantised: Chosen | None,
 ) -> Plan:
-    """Put quantised layers and an adapter into the bare meta `model`, whose plan is `plan`. Returns the plan of what it is then:
-    the adapter's part follows from how weights [out, in] are cut, and only then that of their quantised form."""
+    """Put an adapter and quantised layers into the bare meta `model`, whose plan is `plan`. Returns the plan of what it is then.
+
+    The adapter comes first: PEFT makes its tensors by the shapes of float weights, and its part of the plan follows from how those
+    are cut.
+    """
     from meshtune.models.quantization.choosing import quantise
     from meshtune.models.quantization.cuts import quantised_plan
     from meshtune.models.quantization.qat import over_ranks
     from meshtune.recipes import adapting
 
-    if quantised is not None:
-        quantise(model, quantised)
     if adapter is not None:
         plan = adapting.put(model, recipe, adapter, plan)
+    if quantised is not None:
+        quantise(model, quantised)
     if quantised is not None and quantised.trained is not None:
         over_ranks(model, plan, layout)
     return quantised_plan(plan, model, layout)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from meshtune.config.patterns import Patterns, covers, misspelt
 from meshtune.errors import ModelError
+from meshtune.models.adapters.view import inner_paths
 from meshtune.models.blocks import unit_names
 from meshtune.models.quantization.ao import Integers
 from meshtune.models.quantization.bnb import FourBit, Int8
@@ -107,10 +108,11 @@ def quantise(model: PreTrainedModel, chosen: Chosen) -> None:
     if chosen.trained is not None:
         fake_quantise(model, chosen.layers, chosen.trained)
         return
+    inner = inner_paths(model)
     for path in chosen.layers:
-        layer = model.get_submodule(path)
+        layer = model.get_submodule(inner.get(path, path))
         assert isinstance(layer, nn.Linear)
-        model.set_submodule(path, QuantizedLinear(layer, chosen.codec))
+        model.set_submodule(inner.get(path, path), QuantizedLinear(layer, chosen.codec))
 
 
 def generic(name: str) -> str:
