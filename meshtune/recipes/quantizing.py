@@ -88,8 +88,8 @@ def put(
 ) -> Plan:
     """Put an adapter and quantised layers into the bare meta `model`, whose plan is `plan`. Returns the plan of what it is then.
 
-    The adapter comes first: PEFT makes its tensors by the shapes of float weights, and its part of the plan follows from how those
-    are cut.
+    The adapter comes first: PEFT makes its tensors by the shapes of float weights, and its part of the plan follows from how
+    those are cut.
     """
     from meshtune.models.quantization.choosing import quantise
     from meshtune.models.quantization.cuts import quantised_plan

@@ -32,13 +32,13 @@ from tests.parity.runs import TOLERANCE, train_watched
 
 # Parts of rows that two ranks cut have whole blocks of 64.
 WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "attention_bias": False}
-FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "nf4": (
-        {"type": "nf4"},
-        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-    ),
-    "fp4": ({"type": "fp4", "double_quant": False}, {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}),
-    "int8": ({"type": "int8"}, {"load_in_8bit": True}),
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+# What the recipe says, what transformers is told, and a word that both adapters have.
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "nf4": ({"type": "nf4"}, NF4, {}),
+    "fp4": ({"type": "fp4", "double_quant": False}, {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, {}),
+    "int8": ({"type": "int8"}, {"load_in_8bit": True}, {}),
+    "nf4, DoRA": ({"type": "nf4"}, NF4, {"use_dora": True}),
 }
 ON_TWO: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
@@ -58,7 +58,7 @@ def references(folder: Path, forms: Sequence[str], windows: Sequence[Sequence[Ro
         settings = BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.float32, **FORMS[form][1])
         load = partial(AutoModelForCausalLM.from_pretrained, quantization_config=settings, device_map="cpu")
         with patch.object(adapters, "AutoModelForCausalLM", SimpleNamespace(from_pretrained=load)):
-            found.append(train_with_peft(folder, {"target_modules": "all-linear"}, windows))
+            found.append(train_with_peft(folder, {"target_modules": "all-linear", **FORMS[form][2]}, windows))
     return found
 
 
@@ -99,7 +99,8 @@ def recipe_of(bench: Bench, form: str, distributed: dict[str, Any], ranks: int, 
     sizes = {"per_device_batch_size": 12 // readers // 2, **training}
     folder = bench.model("llama", "wide", **WIDE)
     recipe = bench.recipe(folder, distributed=distributed, training=sizes, checkpoint={"every_steps": 2})
-    return {**recipe, "peft": {"r": adapters.RANK, "alpha": adapters.ALPHA}, "quantization": FORMS[form][0]}
+    adapter = {"r": adapters.RANK, "alpha": adapters.ALPHA, **FORMS[form][2]}
+    return {**recipe, "peft": adapter, "quantization": FORMS[form][0]}
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,7 @@ def wanted(bench: Bench) -> dict[str, Course]:
 def test_every_layout_has_the_numbers_of_peft_on_bitsandbytes(bench: Bench, wanted: dict[str, Course]) -> None:
     """Loss, gradient norm and every A and B after three steps; with fsdp2 activations are made again in the backward."""
     runs = {
-        2: [("nf4", name, layout) for name, layout in ON_TWO.items()],
+        2: [*(("nf4", name, layout) for name, layout in ON_TWO.items()), ("nf4, DoRA", "tp2", TP)],
         4: [(form, name, layout) for form, (name, layout) in zip(("fp4", "int8"), ON_FOUR.items(), strict=True)],
     }
     for ranks, cases in runs.items():
