@@ -114,7 +114,7 @@ def piece_of(module: nn.Module, name: str) -> Piece | None:
 
 
 def named_pieces(model: nn.Module) -> dict[str, Piece]:
-    """Every part in a model, by the qualified name of its parameter; a tied one under each of its names."""
+    """Every part in a model, by the qualified name of its parameter or buffer; a tied one under each of its names."""
     return {
         f"{path}.{name}" if path else name: piece
         for path, module in model.named_modules()

@@ -50,10 +50,11 @@ class Parallel:
         )
         shared = [model.get_parameter(name) for name in sharded.shared]
         self._shared = TensorGradients(shared, layout.peers("tp") if shared else None)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
         self._parts: dict[nn.Parameter, Peers] = {
-            model.get_parameter(name): layout.peers(piece.axis)
+            parameters[name]: layout.peers(piece.axis)
             for name, piece in named_pieces(model).items()
-            if piece.axis != "fsdp"  # a shard, whose mesh says so
+            if piece.axis != "fsdp" and name in parameters  # a shard, whose mesh says so; buffers have no gradient
         }
         self._counted_elsewhere = {
             p for name, p in model.named_parameters() if sharded.stages is not None and not sharded.stages.counts(name)
