@@ -189,7 +189,7 @@ def steps(net: Net, optimizer: torch.optim.Optimizer, which: Iterator[int]) -> N
     for step in which:
         given = gradients(step)
         for name, parameter in net.named_parameters():
-            own = own_slice(given[held[parameter].name], parameter, pieces.get(name))
+            own = own_slice(given[held[parameter].name], parameter, pieces.get(name)).to(parameter.dtype)
             if isinstance(parameter, DTensor):
                 own = DTensor.from_local(
                     own, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
