@@ -59,7 +59,7 @@ def assign(groups: Sequence[GroupSection], tensors: Iterable[tuple[str, ...]]) -
     tensors = list(tensors)
     names = [name for each in tensors for name in each]
     problems = [
-        Problem(f"optimizer.groups.{index}.match", message)
+        Problem(f"optimizer.groups[{index}].match", message)
         for index, group in enumerate(groups)
         for message in misspelt(group.match, names, "that is trained")
     ]
@@ -72,7 +72,7 @@ def assign(groups: Sequence[GroupSection], tensors: Iterable[tuple[str, ...]]) -
             taken.add(index)
             found.update(dict.fromkeys(each, rules[index]))
     problems += [
-        Problem(f"optimizer.groups.{index}", "all that it matches belongs to groups before it; put it before those")
+        Problem(f"optimizer.groups[{index}]", "all that it matches belongs to groups before it; put it before those")
         for index in range(len(groups))
         if not problems and index not in taken
     ]

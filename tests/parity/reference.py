@@ -29,6 +29,8 @@ class Hyperparameters:
     eps: float = 1e-5
     # Ends of names of modules that do not learn.
     frozen: tuple[str, ...] = ()
+    # Ends of names of modules, with their part of the learning rate and a weight decay of their own.
+    groups: tuple[tuple[str, float, float], ...] = ()
 
 
 @dataclass
@@ -113,20 +115,30 @@ def _mean_loss(model: nn.Module, rows: Iterable[Row]) -> float:
 
 def _optimizer(model: nn.Module, hyperparameters: Hyperparameters) -> torch.optim.Optimizer:
     """Decay on matrices; none on biases and normalisation weights, which have names of their own."""
-    plain, decayed = [], []
+    plain, decayed, apart = [], [], []
+    named = {}
+    for end, rate, decay in hyperparameters.groups:
+        own = [
+            p for n, m in model.named_modules() if f".{n}".endswith(f".{end}") for p in m.parameters() if p not in named
+        ]
+        named.update(dict.fromkeys(own))
+        apart.append({"params": own, "lr": rate * hyperparameters.learning_rate, "weight_decay": decay})
     for name, parameter in model.named_parameters():
+        if parameter in named:
+            continue
         exempt = name.endswith("bias") or "norm" in name or ".ln_" in name
         (plain if exempt else decayed).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": hyperparameters.weight_decay},
         {"params": plain, "weight_decay": 0.0},
+        *apart,
     ]
     return _LIBRARY[hyperparameters.optimizer](model, groups, hyperparameters)
 
 
 def _muon(model: nn.Module, groups: list[dict[str, Any]], asked: Hyperparameters) -> torch.optim.Optimizer:
     """Muon on hidden matrices, AdamW on the rest, stepped as one."""
-    decayed, plain = (group["params"] for group in groups)
+    decayed, plain = (group["params"] for group in groups[:2])
     outside = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
     hidden = [p for p in decayed if p.ndim == 2 and p not in outside]
     muon = torch.optim.Muon(

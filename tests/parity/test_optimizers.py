@@ -47,3 +47,18 @@ def test_a_layout_trains_as_a_plain_loop_with_the_librarys_own_optimizer(bench: 
     wanted = bench.plain(architecture, False, optimizer=name)
     found, _ = bench.run(world_size, recipe)
     check_course(found, wanted, weights, numbers=5e-5 if weights > WEIGHTS else TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", [FSDP, PP], ids=["fsdp2", "pp2"])
+def test_groups_learn_at_their_own_rate(bench: Bench, layout: dict[str, Any]) -> None:
+    """The head is tied: on a pipeline the first stage has the embedding, the last one its copy."""
+    section, world_size, readers = split(layout)
+    groups = (("lm_head", 0.5, 0.0), ("layers.0", 0.1, 0.2))
+    recipe = bench.recipe(
+        bench.model("qwen3"),
+        distributed=section,
+        training={"per_device_batch_size": 6 // readers},
+        optimizer={"groups": [{"match": [m], "lr_scale": rate, "weight_decay": decay} for m, rate, decay in groups]},
+    )
+    found, _ = bench.run(world_size, recipe)
+    check_course(found, bench.plain("qwen3", False, groups=groups), WEIGHTS)
