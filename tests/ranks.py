@@ -12,7 +12,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Ranks(Pool):
-    """Use as a context manager; `call(world_size, function, *arguments)` returns the results by rank."""
+    """Use as a context manager; `call(world_size, function, *arguments)` returns the results by rank.
+
+    Ranks are forked with PEFT imported, which takes each of them a second else; in `verify` those that need it do that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        if self._context.get_start_method() == "forkserver":
+            self._context.set_forkserver_preload(["peft", "meshtune.verify.preload"])
 
     def call(self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 180.0) -> list[Any]:
         """`function(*arguments)` on every rank of a gloo world; tensors travel by value.
