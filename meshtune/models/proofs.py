@@ -116,7 +116,7 @@ def _candidates(source: Source, packing: bool, device: torch.device, compute_dty
 
 
 def _flash_runs(device: torch.device, compute_dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and compute_dtype == torch.bfloat16 and is_flash_attn_2_available()
+    return device.type == "cuda" and compute_dtype in (torch.bfloat16, torch.float16) and is_flash_attn_2_available()
 
 
 def _describe(implementation: str) -> str:

@@ -45,8 +45,6 @@ class Float8:
         how = f"{self.backend} {self.recipe}"
         if self.all_gather:
             how += ", weights gathered in float8"
-        if self.emulate:
-            how += ", emulated"
         left = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
         return f"{len(self.names)} linear layers by {how}" + (f"; left out: {left}" if left else "")
 

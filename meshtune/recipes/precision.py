@@ -31,6 +31,11 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "training.precision", f"{precision} does not go with strategy: megatron_fsdp; write `strategy: fsdp2`"
     if precision == "fp8" and recipe.quantization is not None:
         yield "training.precision", "fp8 multiplies float weights, and quantization holds them in few bits; write bf16"
+    if fp8 is not None and fp8.all_gather and recipe.training.offload == "parameters":
+        yield (
+            "training.fp8.all_gather",
+            "gathers from the device, and offload: parameters keeps weights on the CPU; leave one out",
+        )
     if fp8 is not None and fp8.all_gather and strategy != "fsdp2":
         yield "training.fp8.all_gather", f"has no effect with strategy: {strategy}, which gathers no weights"
 
