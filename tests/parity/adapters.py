@@ -43,9 +43,12 @@ def seeded(name: str, shape: Sequence[int]) -> Tensor:
 
 @torch.no_grad()
 def give_values(model: nn.Module) -> None:
-    """Every tensor of an adapter, B too, gets its value; what is trained whole keeps that of the model."""
+    """Every tensor of an adapter, B too, gets its value; what is trained whole keeps that of the model, and what begins as a part
+    of the weights its own."""
     pieces, others, adapter = named_pieces(model), aliases(model), adapter_of(model)
     assert adapter is not None
+    if adapter.section.init_lora_weights is not None:
+        return
     for name, parameter in model.named_parameters():
         if name in adapter.trained and "lora_" in name and "magnitude" not in name:
             whole = seeded(others.get(name, name), whole_shape(parameter.shape, pieces.get(name)))
@@ -62,10 +65,13 @@ def train_with_peft(folder: Path, config: dict[str, Any], windows: Sequence[Sequ
     trained = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if p.requires_grad}
     with torch.no_grad():
         for name, parameter in trained.items():
-            if "lora_" in name and "magnitude" not in name:
+            if "lora_" in name and "magnitude" not in name and "init_lora_weights" not in config:
                 parameter.copy_(seeded(name, parameter.shape))
     groups = [
-        {"params": [p for name, p in trained.items() if ("norm" in name and "lora_" not in name) == exempt], "weight_decay": decay}
+        {
+            "params": [p for name, p in trained.items() if ("norm" in name and "lora_" not in name) == exempt],
+            "weight_decay": decay,
+        }
         for exempt, decay in ((False, plain.weight_decay), (True, 0.0))
     ]
     optimizer = torch.optim.AdamW(groups, lr=plain.learning_rate, eps=plain.eps)
@@ -101,7 +107,7 @@ def left_by(recipe: dict[str, Any], root: CausalLM) -> Course:
     adapter = adapter_of(root.model)
     assert adapter is not None
     state = root.model.state_dict()
-    for block in whole_tensors(root.model, set(state) - adapter.trained):
+    for block in whole_tensors(root.model, set(state) - set(adapter.tensors)):
         found.weights.update(block)
     return found
 
