@@ -53,7 +53,7 @@ def untrained(bench: Bench, model: dict[str, Any], layout: dict[str, Any]) -> di
 
 
 def exported(recipe: dict[str, Any]) -> dict[str, Tensor]:
-    return load_file(Path(recipe["checkpoint"]["dir"]) / "export" / "model.safetensors")
+    return load_file(run_export(recipe) / "model.safetensors")
 
 
 def assert_same_bits(found: dict[str, Tensor], wanted: dict[str, Tensor], where: str) -> None:
@@ -112,3 +112,54 @@ def test_a_tensor_that_is_missing_ends_every_rank(bench: Bench, name: str, tmp_p
     recipe = untrained(bench, {"name": str(tmp_path / "model")}, layout)
     errors = bench.ranks.call(split(layout)[1], train_or_error, recipe, bench.cache)
     assert all("model.layers.1.self_attn.o_proj.weight" in error for error in errors), errors
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "qwen3": {
+        "target_modules": ["q_proj", "down_proj"],
+        "modules_to_save": ["norm"],
+        "trainable_token_indices": [5, 9],
+    },
+    "phi3": {
+        "target_modules": ["qkv_proj", "down_proj", "lm_head"],
+        "use_dora": True,
+        "rank_pattern": {"down_proj": 3},
+    },
+    "qwen3_moe": {"target_modules": ["o_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+}
+
+
+def save_adapter(base: Path, folder: Path, config: dict[str, Any]) -> Path:
+    """As PEFT writes one that was trained: nothing in it is zero."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, **config))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.rand(parameter.shape) + 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["fsdp2xtp2+sp", "pp2", "ep2"])
+def test_an_adapter_of_pefts_goes_in_and_comes_out_bit_for_bit(bench: Bench, name: str, tmp_path: Path) -> None:
+    """C77: experts' parts, magnitudes, rows of tokens and modules that are trained whole included."""
+    layout = {**LAYOUTS, **EXPERTS}[name]
+    recipes, theirs = [], []
+    for architecture in ADAPTERS if name == "pp2" else ["qwen3_moe"] if name in EXPERTS else ["qwen3", "phi3"]:
+        base = bench.model(architecture)
+        theirs.append(save_adapter(base, tmp_path / architecture, ADAPTERS[architecture]))
+        recipes.append({**untrained(bench, {"name": str(base)}, layout), "peft": {"adapter": str(theirs[-1])}})
+    bench.ranks.call(split(layout)[1], train_all, recipes, bench.cache)
+    for folder, recipe in zip(theirs, recipes, strict=True):
+        found, wanted = (load_file(one / "adapter_model.safetensors") for one in (run_export(recipe), folder))
+        wanted = {f"{n}.weight" if n.endswith("magnitude_vector") else n: tensor for n, tensor in wanted.items()}
+        wanted.pop("base_model.model.lm_head.base_layer.weight", None)  # which is the model's own
+        assert_same_bits(found, wanted, folder.name)
+
+
+def run_export(recipe: dict[str, Any]) -> Path:
+    return Path(recipe["checkpoint"]["dir"]) / "export"
