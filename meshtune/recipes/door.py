@@ -70,6 +70,11 @@ class Trainable(PreTrainedModel):
         if isinstance(mode, bool):
             return super().train(mode)
         recipe = self._recipe(mode)
+        if recipe.peft is not None:
+            raise RecipeError(
+                "peft: an adapter stands beside a model's weights, which train(recipe) of a model changes; train it with "
+                "meshtune.train(recipe), then load its folder with PEFT, or merge it: meshtune export RUN --merge"
+            )
         result, trained = run(recipe, self.device.type, weights=self.state_dict())
         _copy_weights(trained.model, self)
         return result

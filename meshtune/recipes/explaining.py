@@ -13,10 +13,10 @@ from meshtune.layout import Layout, Plan
 from meshtune.layout.explain import Placed, drawing, placed
 from meshtune.models import hf
 from meshtune.models.causal_lm import CausalLM
-from meshtune.models.source import load_tokenizer, resolve
+from meshtune.models.source import resolve
 from meshtune.parallel.stage_trial import pipeline_ranks
 from meshtune.parallel.stages import cut
-from meshtune.recipes import adapting, quantizing
+from meshtune.recipes import adapting, precision, quantizing
 from meshtune.recipes.plans import declare, find_plan
 from meshtune.recipes.recipe import Recipe
 
@@ -62,21 +62,21 @@ def explained(recipe: Recipe, world_size: int) -> Explained:
     source = adapting.held(source, recipe, torch.float32)
     layout.check(source.facts())
     found = find_plan(source, layout, recipe.distributed.plan)
-    adapter = adapting.choose(recipe, source, load_tokenizer(recipe.model)) if recipe.peft is not None else None
+    adapter = adapting.choose(recipe, source)
     quantised = quantizing.choose(recipe, source, adapter, layout, found)
     model = hf.build(source, "eager")
     plan = quantizing.put(model, recipe, declare(model, found, layout), layout, adapter, quantised)
+    float8 = precision.chosen(recipe, torch.device("cpu"), model, plan, layout)
     sizes = [(name, tuple(p.shape), p.element_size()) for name, p in model.named_parameters()]
     holders = stage_holders(model, plan, layout, recipe.distributed.pp_schedule or "1f1b")
 
     def stage_of(name: str) -> str:
         return "rank " + " and ".join(map(str, holders[name])) + (", tied" if len(holders[name]) > 1 else "")
 
-    return Explained(
-        layout,
-        list(placed(layout, plan, sizes, stage_of)),
-        [*(found.notes() if found else []), *(quantised.lines if quantised else ())],
-    )
+    notes = [*(found.notes() if found else []), *(adapter.lines() if adapter is not None else [])]
+    notes += quantised.lines if quantised is not None else ()
+    notes += [f"fp8: {float8.summary()}"] if float8 is not None else ()
+    return Explained(layout, list(placed(layout, plan, sizes, stage_of)), notes)
 
 
 def stage_holders(model: PreTrainedModel, plan: Plan, layout: Layout, schedule: str) -> dict[str, tuple[int, ...]]:

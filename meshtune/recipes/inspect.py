@@ -41,14 +41,14 @@ def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
     quantised = quantizing.choose(plan.recipe, source, adapter, plan.layout, found)
     model = hf.build(source, "eager")
     declared = declare(model, found, plan.layout)
-    trained = optimizing.lines_of(plan.recipe, model) if plan.recipe.peft is None else []
     declared = quantizing.put(model, plan.recipe, declared, plan.layout, adapter, quantised)
+    trained = optimizing.lines_of(plan.recipe, model)
     stage_holders(model, declared, plan.layout, plan.recipe.distributed.pp_schedule or "1f1b")
     lines = [
         plan.layout.summary(),
         *(found.notes() if found is not None else []),
         plan.sizes.summary(),
-        *(adapter.lines() if adapter is not None else []),
+        *(f"adapter     {line}" for line in (adapter.lines() if adapter is not None else [])),
         *(quantised.lines if quantised is not None else ()),
         *trained,
         f"attention on this machine: {attention.description}",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshtune.errors import Problem, RecipeError
 from meshtune.optim.groups import Rule, assign, faster_b
-from meshtune.recipes import adapting
+from meshtune.recipes import adapting, quantizing
 
 if TYPE_CHECKING:
     import torch
@@ -67,9 +67,10 @@ def check_patterns(recipe: Recipe, source: Source) -> None:
 
 
 def lines_of(recipe: Recipe, model: Any) -> list[str]:
-    """What is trained of the bare meta `model`, and how, for people; nothing where that is all of it in one way."""
+    """What is trained of the whole meta `model`, and how, for people; nothing where that is all of it in one way."""
     trained = adapting.trained(model, recipe.model)
-    lines = [] if trained is None else [f"trained     {trained.summary()}"]
+    counted = None if trained is None else quantizing.counted(trained, model)
+    lines = [] if counted is None else [f"trained     {counted.summary()}"]
     return [*lines, *choose(recipe, model, trained).lines]
 
 
