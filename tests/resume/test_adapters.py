@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,3 +49,36 @@ def test_other_frozen_weights_are_refused(bench: Bench, tmp_path: Path) -> None:
     assert error is not None
     assert "peft.r was 2, is 4" in error
     assert bench.train({**recipe, "peft": {**recipe["peft"], "dropout": 0.1}}).error is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "journey"),
+    [
+        (
+            {"init_lora_weights": "pissa_niter_4", "use_dora": True},
+            [(2, {"tp_size": 2}, 4), (2, {"pp_size": 2}, None)],
+        ),
+        (
+            {"init_lora_weights": "olora", "modules_to_save": ["lm_head"], "trainable_token_indices": [70, 200]},
+            [(2, {}, 6), (1, {}, None)],
+        ),
+    ],
+    ids=["pissa", "olora"],
+)
+def test_what_was_taken_out_of_the_weights_is_taken_out_again(
+    bench: Bench, changes: dict[str, Any], journey: list[tuple[int, dict[str, Any], int | None]]
+) -> None:
+    """An adapter that began as a part of the weights goes on beside the rest of them, whatever the layout: how it began is in
+    the checkpoint, so that nothing is decomposed anew."""
+    model = bench.model("llama", "-bf16", dtype=torch.bfloat16)
+    peft = {"r": 4, "target_modules": ["q_proj", "down_proj"], **changes}
+    found = travel(bench, bench.recipe(model, peft=peft), journey)
+    wanted = travel(bench, bench.recipe(model, peft=peft), [(1, {}, None)])
+    assert losses(found) == pytest.approx(losses(wanted), rel=1e-5)
+    state, whole = tensors(checkpoint(found, STEPS)), tensors(checkpoint(wanted, STEPS))
+    assert state.keys() == whole.keys()
+    begun = [name for name in state if name.endswith(".initial")]
+    assert len(begun) == 2 * 2 * 2
+    for name, tensor in whole.items():
+        relative, absolute = (0, 0) if name in begun else (1e-3, 2e-5)
+        torch.testing.assert_close(state[name], tensor, rtol=relative, atol=absolute)
