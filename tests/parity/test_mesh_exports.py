@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from meshtune.errors import MeshtuneError
+from meshtune.recipes.exporting import export_checkpoint
 from tests.parity.conftest import Bench
 from tests.parity.meshes import CP, PP, SP, TP, split
 from tests.parity.runs import train
@@ -154,11 +155,20 @@ def test_an_adapter_of_pefts_goes_in_and_comes_out_bit_for_bit(bench: Bench, nam
         theirs.append(save_adapter(base, tmp_path / architecture, ADAPTERS[architecture]))
         recipes.append({**untrained(bench, {"name": str(base)}, layout), "peft": {"adapter": str(theirs[-1])}})
     bench.ranks.call(split(layout)[1], train_all, recipes, bench.cache)
+    bench.ranks.call(1, export_again, [run_export(recipe) for recipe in recipes])
     for folder, recipe in zip(theirs, recipes, strict=True):
         found, wanted = (load_file(one / "adapter_model.safetensors") for one in (run_export(recipe), folder))
         wanted = {f"{n}.weight" if n.endswith("magnitude_vector") else n: tensor for n, tensor in wanted.items()}
         wanted.pop("base_model.model.lm_head.base_layer.weight", None)  # which is the model's own
         assert_same_bits(found, wanted, folder.name)
+        again = load_file(run_export(recipe).with_name("again") / "adapter_model.safetensors")
+        assert_same_bits(again, wanted, f"{folder.name}, by one process")
+
+
+def export_again(folders: list[Path]) -> None:
+    """By one process, from the checkpoint that the ranks have left, beside each of the runs' own."""
+    for folder in folders:
+        export_checkpoint(folder.parent, folder.with_name("again"))
 
 
 def run_export(recipe: dict[str, Any]) -> Path:
