@@ -1,10 +1,11 @@
 """Private memory of each rank while it loads its shard of a checkpoint of random weights.
 
-    python benchmarks/loading.py [--gigabytes 5] [--ranks 2] [--strategy fsdp2]
+    python benchmarks/loading.py [--gigabytes 5] [--ranks 2] [--strategy fsdp2] [--quantization nf4]
 
 Writes the checkpoint in files of 1 GB, loads it on local ranks by the parts that training uses, and prints for each rank its
 shard, the largest USS (memory that no other process shares, sampled fifty times a second) beyond that before loading, the
 difference, and the seconds taken. Weights may stay in the mapped file until they are written to, so each is written once.
+With `--quantization` layers are held in few bits, as for an adapter.
 """
 
 from __future__ import annotations
@@ -28,16 +29,20 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=5.0)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--strategy", default="fsdp2")
+    parser.add_argument("--quantization", choices=["nf4", "fp4", "int8", "int4"])
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.folder:
-        load(asked.folder, asked.strategy)
+        load(asked.folder, asked.strategy, asked.quantization)
         return
     with tempfile.TemporaryDirectory(prefix="meshtune-loading-") as root:
         stored = make(Path(root), asked.gigabytes)
-        print(f"checkpoint of {stored / 1e9:.2f} GB, {asked.ranks} ranks, {asked.strategy}")
+        print(
+            f"checkpoint of {stored / 1e9:.2f} GB, {asked.ranks} ranks, {asked.strategy}, {asked.quantization or 'float32'}"
+        )
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={asked.ranks}"]
         again = [__file__, "--folder", root, "--strategy", asked.strategy]
+        again += ["--quantization", asked.quantization] if asked.quantization else []
         said = subprocess.run([*command, *again], check=True, stdout=subprocess.PIPE, text=True).stdout
     rows = sorted((json.loads(line) for line in said.splitlines() if line.startswith("{")), key=lambda row: row["rank"])
     for row in rows:
@@ -91,8 +96,11 @@ def make(folder: Path, gigabytes: float) -> int:
     return total
 
 
-def load(folder: Path, strategy: str) -> None:
+def load(folder: Path, strategy: str, quantization: str | None) -> None:
     """On a rank: build on meta, shard, load; print what it took."""
+    from meshtune.observe.chatter import hush
+
+    hush()
     import torch
 
     from meshtune.config import from_mapping
@@ -101,6 +109,8 @@ def load(folder: Path, strategy: str) -> None:
     from meshtune.layout.world import connect, disconnect
     from meshtune.models import hf
     from meshtune.models.causal_lm import CausalLM
+    from meshtune.models.quantization.choosing import choose, quantise
+    from meshtune.models.quantization.section import QuantizationSection
     from meshtune.models.section import ModelSection
     from meshtune.models.source import resolve
     from meshtune.parallel import Settings, shard
@@ -111,6 +121,8 @@ def load(folder: Path, strategy: str) -> None:
     source = resolve(ModelSection(name=str(folder)))
     model = hf.build(source, "sdpa")
     plan = declare(model, None, layout)
+    if quantization is not None:
+        quantise(model, choose(model, from_mapping(QuantizationSection, {"type": quantization})))
     shard(CausalLM(model), model, layout, plan, Settings(torch.float32, "none", False))
     watch = Watch()
     begun = time.perf_counter()
@@ -118,7 +130,7 @@ def load(folder: Path, strategy: str) -> None:
     seconds = time.perf_counter() - begun
     own = [(p.to_local() if hasattr(p, "to_local") else p).detach() for p in model.parameters()]
     for tensor in own:
-        tensor.mul_(1.0)
+        tensor.mul_(1)
     peak = watch.stop()
     shard_bytes = sum(tensor.nbytes for tensor in own)
     disconnect()

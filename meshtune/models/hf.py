@@ -7,8 +7,8 @@ tests/unit/test_models_contract.py pins what they need.
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
-from typing import cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from meshtune.models.bars import bars
 from meshtune.models.blocks import remember_units, unit_names
 from meshtune.models.fitting import check_fits, names, refuse_misfits
 from meshtune.models.initialize import initialize_buffers
+from meshtune.models.quantization.loading import quantised_layers
 from meshtune.models.reading import read, stored_tensors
 from meshtune.models.source import Source
 
@@ -65,7 +66,7 @@ def load(model: PreTrainedModel, source: Source, device: torch.device) -> None:
     tied = dict(model.all_tied_weights_keys)
     initialize_buffers(model, device)
     try:
-        with bars(1), nullcontext(tensors) if tensors is not None else stored_tensors(source.files) as stored:
+        with bars(1), nullcontext(tensors) if tensors is not None else _stored(model, source) as stored:
             info = read(model, whole, stored, config, device)
     except Exception as error:
         raise ModelError(f"model.name: {source.name} could not be loaded: {error}") from error
@@ -77,6 +78,11 @@ def load(model: PreTrainedModel, source: Source, device: torch.device) -> None:
     if left:
         raise ModelError(f"no value was loaded for {names(left)}")
     cast(nn.Module, model).to(device).train()
+
+
+def _stored(model: PreTrainedModel, source: Source) -> AbstractContextManager[dict[str, Any]]:
+    """The checkpoint's tensors. What is quantised is read, and let go: mapped, all of it would stay in memory beside the rest."""
+    return stored_tensors(source.files, mapped=not quantised_layers(model))
 
 
 def _load_config(

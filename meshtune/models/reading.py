@@ -37,9 +37,12 @@ Stored = Mapping[str, Any]
 
 
 @contextmanager
-def stored_tensors(files: list[str]) -> Iterator[dict[str, Any]]:
-    """Every tensor of safetensors files by name, read when it is indexed. Windows commits memory for a whole mapped file."""
-    backend = "pread" if sys.platform == "win32" else "mmap"
+def stored_tensors(files: list[str], mapped: bool = True) -> Iterator[dict[str, Any]]:
+    """Every tensor of safetensors files by name, read when it is indexed.
+
+    Of a `mapped` file the pages stay with this process for as long as it is open; Windows commits memory for a whole one.
+    """
+    backend = "mmap" if mapped and sys.platform != "win32" else "pread"
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(file, framework="pt", backend=backend)) for file in files]
         yield {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118

@@ -16,6 +16,7 @@ from meshtune.layout import Plan
 from meshtune.layout.pieces import Cut, set_piece
 from meshtune.models import hf
 from meshtune.models.initialize import fill, initialize
+from meshtune.models.quantization import bnb
 from meshtune.models.quantization.ao import Integers
 from meshtune.models.quantization.bnb import FourBit, Int8
 from meshtune.models.quantization.choosing import choose, quantise
@@ -53,7 +54,7 @@ def layer_of(codec: Codec, whole: Tensor) -> QuantizedLinear:
 
 def theirs(codec: Codec, whole: Tensor) -> nn.Module:
     """The library's own layer of the same weight."""
-    import bitsandbytes as bnb
+    import bitsandbytes
     from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
     from torchao.quantization.granularity import PerGroup
 
@@ -61,12 +62,12 @@ def theirs(codec: Codec, whole: Tensor) -> nn.Module:
     layer: Any
     if isinstance(codec, FourBit):
         settings: dict[str, Any] = {"quant_type": codec.kind, "compress_statistics": codec.double}
-        layer = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.float32, **settings)
-        layer.weight = bnb.nn.Params4bit(whole.clone(), requires_grad=False, blocksize=codec.block, **settings)
+        layer = bitsandbytes.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.float32, **settings)
+        layer.weight = bitsandbytes.nn.Params4bit(whole.clone(), requires_grad=False, blocksize=codec.block, **settings)
         return layer.to("cpu")
     if isinstance(codec, Int8):
-        layer = bnb.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, threshold=6.0)
-        layer.weight = bnb.nn.Int8Params(whole.clone(), requires_grad=False, has_fp16_weights=False)
+        layer = bitsandbytes.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, threshold=6.0)
+        layer.weight = bitsandbytes.nn.Int8Params(whole.clone(), requires_grad=False, has_fp16_weights=False)
         return layer.to("cpu").train()
     assert isinstance(codec, Integers)
     layer = nn.Sequential(nn.Linear(*sizes, bias=False))
@@ -80,8 +81,10 @@ def theirs(codec: Codec, whole: Tensor) -> nn.Module:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: f"{type(codec).__name__} {codec.name}")
-def test_a_layer_computes_what_the_librarys_own_layer_does(codec: Codec) -> None:
-    """Output and gradient, from weights in float32 and in bfloat16; torchao's int8 multiplies before it scales."""
+def test_a_layer_computes_what_the_librarys_own_layer_does(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and gradient, from weights in float32 and in bfloat16; torchao's int8 multiplies before it scales. Ours is quantised
+    seven rows at a time, theirs as a whole."""
+    monkeypatch.setattr(bnb, "_AT_ONCE", 7 * WIDTH)
     for dtype in (torch.float32, torch.bfloat16):
         whole = weight(dtype)
         layer, wanted = layer_of(codec, whole), theirs(codec, whole)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from meshtune.models.quantization.linear import Form, Held, bits, number
 
+_AT_ONCE = 2**22
+"""Weights that are quantised in one call."""
 _NESTED_BLOCK = 256
 """How many scales share a scale where scales are quantised; bitsandbytes has no other."""
 
@@ -46,10 +48,22 @@ class FourBit:
         }
 
     def quantise(self, whole: Tensor) -> dict[str, Tensor]:
-        packed, state = _functional().quantize_4bit(
-            whole.contiguous(), blocksize=self.block, compress_statistics=self.double, quant_type=self.kind
-        )
-        return self.of_state(packed, state)
+        packed, scales = self._in_parts(whole)
+        if not self.double:
+            return {"weight": packed, "absmax": bits(scales)}
+        offset = scales.mean()  # as quantize_4bit does with all scales of a weight
+        nested, state = _functional().quantize_blockwise(scales - offset, blocksize=_NESTED_BLOCK)
+        held = {"weight": packed, "absmax": nested}
+        return {**held, "nested_absmax": bits(state.absmax), "nested_offset": bits(offset.reshape(1))}
+
+    def _in_parts(self, whole: Tensor) -> tuple[Tensor, Tensor]:
+        """Packed rows and their float32 scales, a few rows at a time: bitsandbytes' temporaries are several times the weight."""
+        rows = max(1, _AT_ONCE // whole.shape[1])
+        parts = []
+        for part in whole.split(rows):
+            packed, state = _functional().quantize_4bit(part.contiguous(), blocksize=self.block, quant_type=self.kind)
+            parts.append((packed.view(len(part), -1), state.absmax.view(len(part), -1)))
+        return torch.cat([packed for packed, _ in parts]), torch.cat([scales for _, scales in parts])
 
     def of_state(self, packed: Tensor, state: Any) -> dict[str, Tensor]:
         """The same of what the library has quantised: uint8 [out * in / 2, 1] and its QuantState."""
