@@ -64,11 +64,21 @@ def starter(cls: type[Section], values: Mapping[str, Any]) -> str:
     from_mapping(cls, values)
     lines = _comment(_about(cls), 0)
     lines += _starter_lines(cls, values, 0)
-    unused = [path[0] for path, _ in sections(cls) if len(path) == 1 and path[0] not in values]
+    unused = [".".join(path) for path, _ in sections(cls) if path and _is_unused(path, values)]
     if unused:
         further = f"Further sections, described in the recipe reference: {', '.join(unused)}."
         lines += ["", *_comment(further, 0)]
     return "\n".join(lines).strip("\n") + "\n"
+
+
+def _is_unused(path: tuple[str, ...], values: Mapping[str, Any]) -> bool:
+    """Whether `values` lack the section at `path`, and have the one around it."""
+    *around, name = path
+    for key in around:
+        if key not in values:
+            return False
+        values = values[key]
+    return name not in values
 
 
 def _starter_lines(cls: type[Section], values: Mapping[str, Any], indent: int) -> list[str]:

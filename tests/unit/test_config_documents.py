@@ -84,7 +84,7 @@ def test_starter_holds_the_values_and_offers_the_rest_as_comments(tmp_path: Path
     assert "  # Peak learning rate.\n  learning_rate: 1.0e-05\n" in text
     assert "  # max_steps: null  # Optimizer steps.\n" in text
     assert "# seed: 42  # Seed of everything random.\n" in text
-    assert text.rstrip().endswith("# Further sections, described in the recipe reference: peft.")
+    assert text.rstrip().endswith("# Further sections, described in the recipe reference: model.inner, peft.")
     path = tmp_path / "starter.yaml"
     path.write_text(text, encoding="utf-8")
     assert load(Root, path) == from_mapping(Root, values)
