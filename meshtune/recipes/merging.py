@@ -123,9 +123,7 @@ def _of_folder(name: str, source: Source, base: PreTrainedModel) -> Mapping[str,
     folder = files.find(name)
     section = AdapterSection(adapter=name)
     wrapped, adapter = _wrapped(source, section, adapting.Chosen(files.read_config(folder)))
-    tensors = files.read(folder, adapter.tensors)
-    shapes = {name: tuple(p.shape) for name, p in wrapped.named_parameters() if name in tensors}
-    files.check_shapes(tensors, shapes, folder)
+    tensors = files.read_whole(wrapped, adapter, folder)
     files.check_base({inner: base.get_submodule(path) for path, inner in adapter.inner.items()}, folder)
     return changes(wrapped, tensors)
 

@@ -254,3 +254,36 @@ def test_pefts_adapter_goes_into_a_model_and_out_again(case: str, tmp_path: Path
     again = PeftModel.from_pretrained(bare, tmp_path / "ours")
     with torch.no_grad():
         torch.testing.assert_close(again(input_ids=IDS, use_cache=False).logits, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_that_had_a_layer_each_are_read_as_peft_reads_them(tmp_path: Path) -> None:
+    """As adapters of older versions of transformers have them: gate and up apart, for every expert."""
+    from peft import LoraConfig, PeftModel
+
+    base = save_tiny("qwen3_moe", tmp_path / "base", torch.float32)
+    targets = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    files.write_config(tmp_path, LoraConfig(r=4, lora_alpha=8, target_modules=targets), str(base))
+    torch.manual_seed(0)
+    shapes = {"gate_proj": (48, 16), "up_proj": (48, 16), "down_proj": (16, 48)}  # in and out
+    experts = {f"mlp.experts.{e}.{name}": shape for e in range(4) for name, shape in shapes.items()}
+    old = {}
+    for layer in range(2):
+        for name, (inputs, outputs) in {**experts, "self_attn.q_proj": (48, 48)}.items():
+            path = f"base_model.model.model.layers.{layer}.{name}"
+            old[f"{path}.lora_A.weight"] = 0.2 * torch.randn(4, inputs)
+            old[f"{path}.lora_B.weight"] = 0.2 * torch.randn(outputs, 4)
+    save_file(old, tmp_path / files.WEIGHTS)
+    with torch.no_grad():
+        theirs: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)
+        wanted = theirs(input_ids=IDS, use_cache=False).logits
+        source = saved_source(base)
+        model = hf.build(source, "eager")
+        adapter = inject(model, AdapterSection(adapter=str(tmp_path)), files.read_config(tmp_path))
+        hf.load(base_view(model), source, torch.device("cpu"))
+        initialize_adapter(model, 0, torch.device("cpu"))
+        files.fill(model, adapter, tmp_path)
+        found = model.eval()(input_ids=IDS, use_cache=False).logits
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        export_adapter(model, adapter, source, None, tmp_path / "ours")
+        again: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "ours")
+        torch.testing.assert_close(again(input_ids=IDS, use_cache=False).logits, wanted, rtol=1e-5, atol=1e-5)

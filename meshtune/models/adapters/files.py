@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,7 +160,7 @@ def fill(model: nn.Module, adapter: Adapter, folder: Path) -> None:
     others, pieces = aliases(model), named_pieces(model)
     parameters = {name: p for name, p in model.named_parameters() if name in adapter.trained}
     wanted = {name: others.get(name, name) for name in parameters}
-    tensors = read(folder, wanted.values(), adapter.trained)
+    tensors = read(folder, wanted.values(), adapter.trained, lambda file: _of_today(model, adapter.config, file))
     shapes = {wanted[name]: whole_shape(p.shape, pieces.get(name)) for name, p in parameters.items()}
     check_shapes(tensors, shapes, folder)
     with torch.no_grad():
@@ -170,9 +170,21 @@ def fill(model: nn.Module, adapter: Adapter, folder: Path) -> None:
     check_base({inner: layers[inner] for inner in adapter.inner.values() if inner in layers}, folder)
 
 
-def read(folder: Path, names: Collection[str], known: Collection[str] | None = None) -> dict[str, Tensor]:
+def read_whole(model: nn.Module, adapter: Adapter, folder: Path) -> dict[str, Tensor]:
+    """The tensors of the adapter in `folder` by the names of a whole `model`, which may be on meta. Raises as `fill` does."""
+    tensors = read(folder, adapter.tensors, convert=lambda file: _of_today(model, adapter.config, file))
+    check_shapes(tensors, {name: tuple(p.shape) for name, p in model.named_parameters() if name in tensors}, folder)
+    return tensors
+
+
+def read(
+    folder: Path,
+    names: Collection[str],
+    known: Collection[str] | None = None,
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
+) -> dict[str, Tensor]:
     """Whole tensors of the adapter in `folder`, by the `names` that its model gives them, in their dtype there. `known` are those
-    of the adapter's tensors that may also be in the file.
+    of the adapter's tensors that may also be in the file; `convert` makes today's form of a file that has another.
 
     Raises ModelError naming what is missing, and what is there and would be ignored.
     """
@@ -181,11 +193,24 @@ def read(folder: Path, names: Collection[str], known: Collection[str] | None = N
     stored = {f"{name}.weight" if name.endswith(_MAGNITUDE) else name: t for name, t in load_file(file).items()}
     wanted = {file_name(name): name for name in names}
     expected = wanted.keys() | set(map(file_name, known or ()))
+    if convert is not None and not stored.keys() <= expected:
+        stored = convert(stored)
     missing = [name for name in wanted if name not in stored]
     foreign = [name for name in stored if name not in expected and not _is_base_of(name, expected)]
     if missing or foreign:
         raise ModelError(_mismatch(file, missing, foreign))
     return {wanted[name]: tensor for name, tensor in stored.items() if name in wanted}
+
+
+def _of_today(model: nn.Module, config: LoraConfig, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What PEFT makes of an adapter whose experts had a layer each, as older versions of transformers had them."""
+    from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+
+    try:
+        converted: dict[str, Tensor] = convert_peft_adapter_state_dict_for_transformers(model, config, stored)
+    except Exception:  # of a file of another model: its names say so better
+        return stored
+    return converted
 
 
 def _mismatch(file: Path, missing: list[str], foreign: list[str]) -> str:
