@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from meshtune.config.patterns import Patterns, matches, misspelt
+from meshtune.config.patterns import Patterns, covers, misspelt
 from meshtune.errors import ModelError
 from meshtune.layout import Layout, Plan
 from meshtune.layout.pieces import Cut
@@ -84,8 +84,8 @@ def choose(
     """The layers of a whole model (on meta, before anything is cut) that compute in float8.
 
     Those are plain linear layers inside blocks whose sizes, on every rank of `tp`, are multiples of 16; no router (a layer with
-    one output for each of `experts`) and no adapter. `exclude` names others to leave out; `bare` is the path of each module in
-    the model without an adapter, whose own layers it lacks.
+    one output for each of `experts`) and no adapter. `exclude` names others to leave out, or modules around them; `bare` is the
+    path of each module in the model without an adapter, whose own layers it lacks.
 
     Raises ModelError for a pattern that names no layer, or if none is left.
     """
@@ -101,7 +101,7 @@ def choose(
         raise ModelError("\n".join(f"training.fp8.exclude_modules: {message}" for message in wrong))
     reasons: dict[str, str | None] = {
         path: "excluded"
-        if exclude is not None and matches(exclude, names[path])
+        if exclude is not None and covers(exclude, names[path])
         else _reason(path, module, plan, layout, experts)
         for path, module in weighty.items()
     }
