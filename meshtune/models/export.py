@@ -130,6 +130,7 @@ def _write_config(
         config.save_pretrained(folder)
         return
     values.setdefault("architectures", [type(model).__name__])
+    values.pop("quantization_config", None)  # what it says is quantised is written as numbers
     values = values if dtype is None else _with_dtype(values, dtype)
     write_json(folder / "config.json", _untied(values) if untied else values)
     if source.section.trust_remote_code:

@@ -56,7 +56,7 @@ def export_checkpoint(
     damaged: dict[Path, str] = {}
     found = find_sound(lambda known: _find(run, step, known), connect("cpu"), damaged)
     assert found is not None  # `_find` raises where there is none
-    source = resolve(recipe.model)
+    source = resolve(recipe.model, recipe.quantization)
     _check_target(to, Path(source.location))
     asked = dtype or recipe.checkpoint.export_dtype
     try:
@@ -76,6 +76,7 @@ def _write(
 ) -> list[str]:
     tokenizer = load_tokenizer(recipe.model)
     if merge is not None:
+        merging.check_base(merge, source)
         model, merged = merging.merged(recipe, source, tokenizer, found, merge)
         export(model, source, tokenizer, to, dtype, merging=merged)
         return _notes(merged, dtype or source.export_dtype)

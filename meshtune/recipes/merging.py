@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshtune.checkpoint.folder import Complete
 from meshtune.checkpoint.loading import load_weights
-from meshtune.errors import RecipeError
+from meshtune.errors import ModelError, RecipeError
 from meshtune.models import hf
 from meshtune.models.adapters import files
 from meshtune.models.adapters.merging import Change, Merging, Part, changes
@@ -59,6 +59,12 @@ def check(merge: Merge, recipe: Recipe) -> None:
         )
     if merge.base is not None and recipe.quantization is None:
         raise RecipeError(f"--base {merge.base}: the run's weights were not quantised; leave it out")
+
+
+def check_base(merge: Merge, source: Source) -> None:
+    """Raises ModelError where weights are asked for that were never there."""
+    if merge.base == "original" and getattr(source.config, "quantization_config", None):
+        raise ModelError(f"--base original: {source.name} holds quantised weights and no others; leave it out")
 
 
 def merged(

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft.utils.integrations import dequantize_module_weight
+from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from meshtune.errors import ModelError
 from meshtune.models import hf
+from meshtune.models.export import export
 from meshtune.models.fitting import quantised_in_checkpoint
 from meshtune.models.quantization.choosing import choose, quantise
 from meshtune.models.quantization.loading import quantised_layers
@@ -61,6 +64,9 @@ def test_quantised_weights_are_taken_as_they_are(form: str, tmp_path: Path) -> N
         assert torch.equal(layer.weight.reshape(-1), module.weight.data.reshape(-1).view(layer.weight.dtype)), path
         x = torch.randn((3, layer.in_features))
         assert torch.equal(layer(x), module.train()(x))
+    export(model, source, None, tmp_path / "numbers")
+    numbers = AutoModelForCausalLM.from_pretrained(tmp_path / "numbers", dtype=torch.float32)
+    assert torch.equal(numbers.model.layers[0].mlp.up_proj.weight, theirs_dense(theirs).bfloat16().float())
     kept = theirs.model.layers[0].self_attn.v_proj.weight
     assert torch.equal(model.get_parameter("model.layers.0.self_attn.v_proj.weight"), kept.float())
 
@@ -73,6 +79,13 @@ def test_quantised_weights_are_taken_as_they_are(form: str, tmp_path: Path) -> N
     assert said in str(error.value)
     with pytest.raises(ModelError, match=r"q_proj is quantised in the checkpoint .*exclude_modules"):
         choose(hf.build(source, "eager"), section.model_copy(update={"exclude_modules": ["q_proj"]}), only=layers)
+
+
+def theirs_dense(model: Any) -> Tensor:
+    """What one of its weights stands for, by its own product."""
+    layer = model.model.layers[0].mlp.up_proj
+    found: Tensor = dequantize_module_weight(layer).detach()
+    return found.float()
 
 
 def test_a_checkpoint_of_other_blocks_is_refused(tmp_path: Path) -> None:
