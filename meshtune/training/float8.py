@@ -26,8 +26,8 @@ class Float8Section(Section):
     )
     exclude_modules: str | list[str] | None = Field(
         None,
-        description="Linear layers to leave out beside those, or modules around them: ends of names, with wildcards, or one regular "
-        "expression.",
+        description="Linear layers to leave out beside those, or modules around them: ends of names, with wildcards, or one "
+        "regular expression.",
     )
     backend: Literal["torchao", "transformer_engine"] = Field(
         "torchao",
