@@ -57,7 +57,7 @@ def kept(optimizer: torch.optim.Optimizer) -> Iterator[StateTensor]:
 
 
 def make(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], stored: Collection[str]) -> None:
-    """Give those parameters a state to be filled whose names are among `stored`.
+    """Give those parameters a state to be filled whose names are among `stored`, and the others none.
 
     A step with zero gradients at learning rate zero makes it. What else that changes is to be filled too: weights may be, in
     their last digit, and numbers.
@@ -71,6 +71,7 @@ def make(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], st
     for group in groups:
         group["lr"] = 0.0
         for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
             parameter.grad = torch.zeros_like(parameter) if names[parameter] in stored else None
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -137,8 +137,10 @@ class WholeTensors(BareOptimizer):
 
     @torch.no_grad()
     def make(self, names: Mapping[nn.Parameter, str], stored: Collection[str]) -> None:
-        """Give the regions of the tensors `stored` a state to be filled, by a step on zeros that stand for their weights."""
+        """Give the regions of the tensors `stored` a state to be filled, by a step on zeros that stand for their weights, and the
+        others none."""
         for share, owned in self._owned.items():
+            owned.optimizer.state.clear()
             if share.region.name in stored:
                 zeros = torch.zeros(share.region.shape, dtype=getattr(torch, share.dtype[6:]), device=self._device)
                 owned.step(zeros, torch.zeros_like(zeros))

@@ -60,11 +60,9 @@ def build_model(setup: Setup, weights: Mapping[str, torch.Tensor] | None) -> tup
     setup.trained = adapting.trained(model, setup.recipe.model)
     if setup.trained is not None:
         setup.trained = quantizing.counted(setup.trained, model)
-    if setup.trained is not None and setup.world.is_first:
-        print(f"trained     {setup.trained.summary()}", flush=True)
     setup.learning = optimizing.choose(setup.recipe, model, setup.trained)
-    if setup.learning.lines and setup.world.is_first:
-        print("\n".join(setup.learning.lines), flush=True)
+    if setup.world.is_first:
+        optimizing.say(setup)
     float8 = precision.chosen(setup.recipe, device, model, plan, setup.layout)
     if float8 is not None and setup.world.is_first:
         print(f"fp8         {float8.summary()}", flush=True)

@@ -69,6 +69,13 @@ def write_facts(run: Path, recipe: Recipe, layout: dict[str, Any], data: dict[st
         raise _unwritable(run, error) from error
 
 
+def add_to_layout(run: Path, facts: Mapping[str, Any]) -> None:
+    """Write more into `layout.json`, from which the report has it too."""
+    file = run / "layout.json"
+    values = {**json.loads(file.read_text(encoding="utf-8")), **facts}
+    write_atomically(file, (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
+
+
 def take(run: Path) -> RunLock:
     """Make the run folder if it is not there; the lock on it is held while the result is open.
 

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from meshtune.models.source import Source
     from meshtune.models.trainable import Trained
     from meshtune.recipes.recipe import Recipe
+    from meshtune.recipes.run import Setup
 
-__all__ = ["Learning", "build", "check_patterns", "choose", "evaluated", "lines_of", "problems"]
+__all__ = ["Learning", "build", "check_patterns", "choose", "evaluated", "lines_of", "problems", "say"]
 
 # PEFT's create_loraplus_optimizer has the same.
 _EMBEDDING_RATE = 1e-6
@@ -95,6 +96,19 @@ def choose(recipe: Recipe, model: Any, trained: Trained | None) -> Learning:
         scale = rate / recipe.training.learning_rate
         rules = faster_b(rules, dimensions, recipe.peft.loraplus_lr_ratio, scale)
     return Learning(rules, parts, tuple(_lines(tensors, rules, parts)))
+
+
+def say(setup: Setup) -> None:
+    """Print what is trained, and how, and keep it in the run folder; nothing where that is all in one way."""
+    from meshtune.recipes.folder import add_to_layout
+
+    trained, lines = setup.trained, setup.learning.lines
+    if trained is not None:
+        print(f"trained     {trained.summary()}", flush=True)
+        add_to_layout(setup.run, trained.as_dict())
+    if lines:
+        print("\n".join(lines), flush=True)
+        add_to_layout(setup.run, {"learning": [" ".join(line.split()) for line in lines]})
 
 
 def build(recipe: Recipe, model: nn.Module, learning: Learning, layout: Layout) -> torch.optim.Optimizer:
