@@ -27,9 +27,11 @@ def verify(
     with exits() as phase:
         phase.recipe = (recipe, overrides or ())
         from meshtune.config import load
+        from meshtune.observe.chatter import hush
         from meshtune.recipes.recipe import Recipe
         from meshtune.verify.engine import verify as compare_all
 
+        hush()
         loaded = load(Recipe, str(recipe), overrides or ())
         report = compare_all(loaded, layouts, _say)
         if to is not None:

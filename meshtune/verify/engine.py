@@ -20,6 +20,7 @@ from meshtune.verify.report import Report, Verdict
 
 if TYPE_CHECKING:
     from meshtune.models.adapters.section import AdapterSection
+    from meshtune.models.quantization.section import QuantizationSection
     from meshtune.models.source import Source
     from meshtune.recipes.recipe import Recipe
     from meshtune.verify.miniature import Miniature
@@ -27,14 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is tried: the small model, the layouts, those that the whole model cannot have, each with the reason, and the adapter
-    in the form that it has for the small model."""
+    """What is tried: the small model, the layouts, those that the whole model cannot have, each with the reason, and adapter and
+    quantised weights in the form that they have for the small model."""
 
     miniature: Miniature
     trials: list[Trial]
     refused: dict[str, str]
     experts: bool
     peft: AdapterSection | None = None
+    quantization: QuantizationSection | None = None
 
 
 def verify(
@@ -60,13 +62,19 @@ def prepare(recipe: Recipe, layouts: str, folder: Path) -> Prepared:
     """On a rank: what is tried of a user's recipe."""
     from meshtune.verify import miniature
 
-    source = miniature.source_of(recipe.model)
+    source = miniature.source_of(recipe.model, recipe.quantization)
     prepared = prepare_source(source, recipe, layouts, miniature.documents_of(recipe), folder)
-    if recipe.peft is None:
+    if recipe.peft is None and recipe.quantization is None:
         return prepared
-    from meshtune.verify.adapters import made_small
+    from meshtune.verify import adapters, quantised
 
-    return replace(prepared, peft=made_small(recipe, source, prepared.miniature.model))
+    made = prepared.miniature.model
+    return replace(
+        prepared,
+        peft=adapters.made_small(recipe, source, made),
+        quantization=quantised.made_small(recipe, source, made),
+        refused={**quantised.refusals(recipe, source, prepared.trials), **prepared.refused},
+    )
 
 
 def prepare_source(source: Source, recipe: Recipe, layouts: str, documents: list, folder: Path) -> Prepared:
@@ -98,10 +106,11 @@ def compare_layouts(
     """The course of one process, then each layout's beside it, `own` being the recipe's. `folder` is emptied in the end."""
     begun = time.perf_counter()
     made = prepared.miniature
-    recipe = recipe.model_copy(update={"peft": prepared.peft})
+    recipe = recipe.model_copy(update={"peft": prepared.peft, "quantization": prepared.quantization})
     beside = Beside(pool, recipe, made, small.global_batch([trial.readers for trial in prepared.trials]), folder)
     facts = made.architecture, made.parameters, made.sizes, prepared.experts
     report = Report(name, *facts, recipe.data.packing, beside.attention, own=own)
+    report.quantised = prepared.quantization is not None
     said(report, None)
     for trial in prepared.trials:
         start = time.perf_counter()

@@ -26,6 +26,7 @@ from meshtune.data.stream_sources import streamed_sources
 from meshtune.data.token_paths import is_token_path
 from meshtune.errors import DataError, MeshtuneError
 from meshtune.layout import Layout
+from meshtune.models.quantization.section import QuantizationSection
 from meshtune.models.section import ModelSection
 from meshtune.models.shrink import Degrees
 from meshtune.models.source import Source, load_tokenizer, resolve
@@ -53,9 +54,10 @@ class Miniature:
     longest: int
 
 
-def source_of(section: ModelSection) -> Source:
+def source_of(section: ModelSection, quantization: QuantizationSection | None = None) -> Source:
     """What is known of the model without its weights, which need not be on this machine."""
-    return resolve(section if section.name.endswith(".gguf") else section.model_copy(update={"weights": "random"}))
+    unread = section if section.name.endswith(".gguf") else section.model_copy(update={"weights": "random"})
+    return resolve(unread, quantization)
 
 
 def refusals(source: Source, trials: Sequence[Trial]) -> dict[str, str]:

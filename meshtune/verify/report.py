@@ -53,6 +53,8 @@ class Report:
     seconds: float = 0.0
     own: str = ""
     """The recipe's own layout."""
+    quantised: bool = False
+    """Whether weights are held in few bits."""
 
     @property
     def passed(self) -> bool:
@@ -77,6 +79,7 @@ def headline(report: Report) -> list[str]:
     return [
         f"model       {report.architecture} of {report.model}, made small: {report.parameters:,} parameters ({sizes})",
         f"rows        {'packed' if report.packed else 'padded'}, attention {report.attention}",
+        *(["weights     quantised; in the small model as int8, with a scale for each row"] if report.quantised else []),
     ]
 
 

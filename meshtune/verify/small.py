@@ -73,6 +73,8 @@ def recipes(
         values["logging"] = {"progress": "none"}
         if recipe.peft is not None:
             values["peft"] = recipe.peft.model_dump(exclude_none=True)
+        if recipe.quantization is not None:
+            values["quantization"] = recipe.quantization.model_dump(exclude_none=True)
         made.append(from_mapping(Whole, {"recipe": recipe.recipe, "seed": recipe.seed, **values}))
     return made
 
