@@ -147,7 +147,8 @@ def _from_the_right(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weig
 def _grouped(function: Callable[..., Tensor], x: Tensor, weight: Updated, given: dict[str, Any]) -> Tensor:
     """Rows of one expert after those of another, `offs` saying where each one's end: x [S, m] by [experts, m, n]."""
     whole, left, right = weight._parts
-    if x.device.type != "cpu" and (missing := -left.shape[-1] % _ALIGNED):
+    strict = x.device.type != "cpu" or x.dtype != torch.float32
+    if strict and (missing := -left.shape[-1] % _ALIGNED):
         left, right = F.pad(left, (0, missing)), F.pad(right, (0, 0, 0, missing))
     hidden = function(x, left.contiguous(), **given)
     return function(x, whole, **given) + function(hidden, right.contiguous(), **given)
