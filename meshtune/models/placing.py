@@ -67,7 +67,7 @@ def parameter_like(local: Tensor, like: Tensor) -> nn.Parameter:
         held = torch.empty_like(
             like, dtype=local.dtype, device=local.device, requires_grad=False
         )  # from_local would move it
-        held.to_local().copy_(local)
+        local_of(held).copy_(local)
         local = held
     elif isinstance(like, DTensor):
         local = DTensor.from_local(
