@@ -13,9 +13,16 @@ __all__ = ["cost", "partition"]
 def cost(module: nn.Module, active_share: float = 1.0) -> float:
     """Weights of matrices, to which compute, memory and gradients are all proportional.
 
-    Of stacked experts [E, ...] only `active_share` meets a token; vectors are left out.
+    Of stacked experts [E, ...] only `active_share` meets a token; vectors are left out. A module that holds its matrix in another
+    form says how many weights it stands for (`dense_numel`).
     """
-    sizes = {id(p): p.numel() * (active_share if p.ndim > 2 else 1.0) for p in module.parameters() if p.ndim > 1}
+    sizes: dict[int, float] = {}
+    for one in module.modules():
+        if (dense := getattr(one, "dense_numel", None)) is not None:
+            sizes[id(one)] = dense
+            continue
+        matrices = (p for p in one._parameters.values() if p is not None and p.ndim > 1)
+        sizes.update({id(p): p.numel() * (active_share if p.ndim > 2 else 1.0) for p in matrices})
     return sum(sizes.values())
 
 

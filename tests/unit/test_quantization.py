@@ -26,6 +26,7 @@ from meshtune.models.quantization.loading import dequantised_state, put_quantise
 from meshtune.models.quantization.section import QuantizationSection
 from meshtune.models.quantization.watching import weights_read
 from meshtune.models.source import Source
+from meshtune.parallel.stage_costs import cost
 from tests.unit.models_tiny import save_tiny, saved_source, tiny_model, tiny_source
 
 CPU = torch.device("cpu")
@@ -238,3 +239,11 @@ def test_what_no_library_has_is_refused(values: dict[str, Any], message: str) ->
 
     with pytest.raises(RecipeError, match=message):
         from_mapping(QuantizationSection, values)
+
+
+def test_a_pipeline_counts_the_weights_that_a_layer_stands_for() -> None:
+    """Stages are as even as those of the float model: packed, a block would weigh half of what it costs beside the head."""
+    source = tiny_source("llama", **SMALL)
+    plain, model = hf.build(source, "eager"), build(source)
+    assert cost(model) == cost(plain)
+    assert cost(model.model.layers[0].mlp) == 3 * 64 * 128

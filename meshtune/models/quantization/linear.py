@@ -88,6 +88,11 @@ class QuantizedLinear(nn.Linear):
         self.train(like.training)
 
     @property
+    def dense_numel(self) -> int:
+        """How many weights the whole layer stands for; of a pipeline's stages it counts as so many."""
+        return self.out_features * self.in_features
+
+    @property
     def held(self) -> dict[str, Tensor]:
         """What holds the weight (this rank's part, as it is now)."""
         return {name: getattr(self, name) for name in self.codec.forms}
