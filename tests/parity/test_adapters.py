@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.parity.adapters import ALPHA, RANK, differences, references, train_adapters
 from tests.parity.conftest import GLOBAL_BATCH, Bench
@@ -107,3 +108,24 @@ def test_adapters_train_as_in_peft(bench: Bench, cases: list[tuple[str, dict[str
     }
     limits = {"loss": TOLERANCE, "grad_norm": TOLERANCE, "weights": 2 * TOLERANCE}
     assert {case: far for case, far in apart.items() if any(far[key] > limits[key] for key in limits)} == {}
+
+
+def test_frozen_weights_in_bfloat16_are_computed_with_as_they_are_held(bench: Bench) -> None:
+    """Beside an adapter in float32: within the rounding of bfloat16, on stages, with experts shared out, and widened for DDP."""
+    cases = [
+        ("ends", PP, "bf16"),
+        ("experts", {**FSDP, "ep_size": 2}, "bf16"),
+        ("ends", {**FSDP, "strategy": "ddp"}, "fp32"),
+    ]
+    recipes = []
+    for name, layout, precision in cases:
+        recipe = recipe_of(bench, name, layout, False)
+        recipe["model"]["name"] = str(bench.model(ADAPTERS[name][0], "bf16", dtype=torch.bfloat16))
+        recipe["training"]["precision"] = precision
+        recipes.append(recipe)
+    found, *_ = bench.ranks.call(2, train_adapters, recipes, bench.cache)
+    courses = wanted(bench, [(name, layout, False) for name, layout, _ in cases])
+    for course, (name, _, _) in zip(found, cases, strict=True):
+        assert course.loss == pytest.approx(courses[name, False].loss, rel=2e-3)
+        assert course.grad_norm == pytest.approx(courses[name, False].grad_norm, rel=1e-2)
+        assert {tensor.dtype for tensor in course.weights.values()} == {torch.float32}
