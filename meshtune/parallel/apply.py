@@ -1,10 +1,11 @@
 """Apply a plan to a model on a layout. This file holds THE order:
 
-    pipeline cut, adapters, float8, tensor and sequence parallelism, expert parallelism, context-parallel attention,
+    pipeline cut, float8, tensor and sequence parallelism, expert parallelism, context-parallel attention,
     activation checkpointing, compile, data parallelism
 
-`shard` works on the meta device, before any weight exists. DDP needs real storage, so `replicate` is called after the weights
-are loaded. Context-parallel attention is in the model's attention already: in training each rank's part of a batch is cut.
+`shard` works on the meta device, before any weight exists; adapters are in the model already, and in the plan. DDP needs real
+storage, so `replicate` is called after the weights are loaded. Context-parallel attention is in the model's attention
+already: in training each rank's part of a batch is cut.
 """
 
 from __future__ import annotations

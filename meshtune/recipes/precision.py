@@ -22,7 +22,8 @@ _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """(key, message) of what contradicts the precision of a recipe."""
     precision, strategy, fp8 = recipe.training.precision, recipe.distributed.strategy, recipe.training.fp8
-    if recipe.model.dtype == "bfloat16" and precision in ("fp32", "fp16"):
+    widens = recipe.peft is not None and strategy == "fsdp2"  # frozen weights, a block at a time
+    if recipe.model.dtype == "bfloat16" and precision in ("fp32", "fp16") and not widens:
         yield (
             "training.precision",
             f"{precision} cannot be computed with weights held in bfloat16; use `model.dtype: auto` or float32",

@@ -64,6 +64,14 @@ def test_an_adapter_trains_alone() -> None:
         recipe(peft={}, distributed={"strategy": "megatron_fsdp"})
 
 
+def test_frozen_bfloat16_is_computed_with_in_float32_where_it_is_widened() -> None:
+    sections = {"model": {"name": "x/y", "dtype": "bfloat16"}, "training": {"learning_rate": 1e-4, "precision": "fp32"}}
+    assert recipe(peft={}, **sections).model.dtype == "bfloat16"
+    for others in ({}, {"peft": {}, "distributed": {"strategy": "ddp"}}):
+        with pytest.raises(RecipeError, match="fp32 cannot be computed with weights held in bfloat16"):
+            recipe(**sections, **others)
+
+
 def test_a_model_that_trains_itself_takes_no_adapter(tmp_path: Path) -> None:
     from meshtune import AutoModelForCausalLM
 
