@@ -19,7 +19,7 @@ from meshtune.models.gathering import whole_tensors
 from meshtune.models.placing import local_of, own_slice
 from tests.parity.conversations import Row
 from tests.parity.reference import Course, Hyperparameters, token_losses
-from tests.parity.runs import records, train_watched
+from tests.parity.runs import digests, records, train_watched
 
 RANK, ALPHA = 4, 8
 SCALE = 0.1
@@ -97,8 +97,22 @@ def references(cases: Sequence[tuple[Path, dict[str, Any]]], windows: Sequence[S
 
 def train_adapter(recipe: dict[str, Any], cache: str) -> Course:
     """On a rank: what the recipe's run left, with whole weights on rank 0."""
-    root = train_watched(recipe, cache, lambda model: give_values(model.model))
+    before: dict[str, str] = {}
+
+    def started(root: CausalLM) -> None:
+        give_values(root.model)
+        before.update(frozen(root.model))
+
+    root = train_watched(recipe, cache, started)
+    assert before
+    assert frozen(root.model) == before, "a frozen weight has moved"
     return left_by(recipe, root)
+
+
+def frozen(model: nn.Module) -> dict[str, str]:
+    """A digest of what this rank holds of each parameter that no gradient is for."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: digest for name, digest in digests(model).items() if name not in trained}
 
 
 def left_by(recipe: dict[str, Any], root: CausalLM) -> Course:
