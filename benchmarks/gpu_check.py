@@ -5,7 +5,8 @@
 Each shape is trained without and with `compile` from the same weights, each time in a process of its own, so that nothing of
 the one before is left on the card. Printed for each: the loss of the first and the last step, tokens per second, MFU (medians
 over the steps after the first two), peak memory, and the attention that ran: flash_attention_2 where it is installed, else SDPA
-by document, whose kernel torch chooses. The 1B shape is trained with flex_attention and in fp32, too.
+by document, whose kernel torch chooses. The 1B shape is trained with flex_attention, in fp32 and in fp16, too, and in fp8 where
+the device multiplies in it and torchao is installed.
 
 AdamW with fp32 weights takes 16 bytes a parameter: 128 GB for the 8B shape. So that shape holds its weights in bfloat16 (8 bytes
 a parameter with gradients and moments, 64 GB) and checkpoints its activations: about 70 GB in all by the formula of
@@ -16,6 +17,7 @@ alone. What does not fit, or fails, is said, and the rest goes on. No checkpoint
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -121,8 +123,22 @@ def _variants(shape: str, asked: argparse.Namespace) -> list[tuple[str, dict[str
         (f"{shape} bf16", bf16),
         (f"{shape} bf16, compile", compiled),
         *([(f"{shape} bf16, flex", flex)] if not large and asked.device == "cuda" else []),
+        *([(f"{shape} fp16", {"training": {"precision": "fp16"}})] if not large and asked.device == "cuda" else []),
+        *([(f"{shape} fp8, compile", _FP8)] if not large and _multiplies_in_fp8(asked.device) else []),
         (f"{shape} fp32{', one step' if large else ''}", fp32),
     ]
+
+
+_FP8 = {"training": {"precision": "fp8", "fp8": {"emulate": False}, "compile": True}}
+
+
+def _multiplies_in_fp8(device: str) -> bool:
+    """Whether fp8 can be tried here: on the hardware, with torchao installed."""
+    import torch
+
+    from meshtune.parallel.float8 import has_products
+
+    return has_products(torch.device(device), "tensorwise") and importlib.util.find_spec("torchao") is not None
 
 
 def _in_a_process(folder: Path, recipe: dict[str, Any], device: str, deadline: float) -> Row | str:

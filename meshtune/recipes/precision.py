@@ -90,6 +90,14 @@ def float8(recipe: Recipe, device: torch.device) -> Float8:
     return Float8(asked.recipe, bool(asked.all_gather), asked.backend, emulate)
 
 
+def facts(recipe: Recipe, device: torch.device) -> dict[str, Any]:
+    """What is stored of fp8 beside the precision: what its section says or, where it says nothing, comes to here."""
+    if recipe.training.precision != "fp8":
+        return {}
+    made = float8(recipe, device)
+    return {"fp8": {key: getattr(made, key) for key in ("backend", "recipe", "all_gather", "emulate")}}
+
+
 def chosen(recipe: Recipe, device: torch.device, model: PreTrainedModel, plan: Plan, layout: Layout) -> Float8 | None:
     """The same with the layers of a meta model that is not yet cut, or None if the recipe does not ask for fp8.
 

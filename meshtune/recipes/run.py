@@ -231,6 +231,7 @@ class Setup:
             **self.layout.describe(),
             "attention": self.attention.description,
             "precision": self.precision,
+            **precision.facts(self.recipe, self.world.device),
         }
         folder.write_facts(self.run, self.recipe, layout, data)
         return resume, changes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from contextlib import ExitStack
 from functools import cache
@@ -154,3 +155,20 @@ def train_in_float32(made: dict[str, Any], cache: str) -> tuple[list[str], set[s
         held.enter_context(patch("meshtune.training.reporting.loss_png"))
         digests(train_watched(made, cache, look))
     return list(layers), {name for name, kept in layers.items() if kept}
+
+
+def test_the_frozen_base_of_an_adapter_computes_in_fp8(bench: Bench, model: Path) -> None:
+    """Its layers are torchao's, gathered in float8; the adapter's own are not, and learn as beside a base in float32."""
+    courses = []
+    for world_size, more in ((1, {"precision": "fp32"}), (2, {"precision": "fp8", "fp8": {"all_gather": True}})):
+        made = bench.recipe(model, training={"global_batch_size": BATCH, "per_device_batch_size": 1, **more})
+        made["peft"] = {"r": 16, "target_modules": ["q_proj", "down_proj"]}
+        layers = bench.ranks.call(world_size, train_in_float32, made, bench.cache)
+        courses.append([(step["loss"], step["grad_norm"]) for step in records(made, "loss")])
+    for found, wanted in zip(courses[1], courses[0], strict=True):
+        assert found == pytest.approx(wanted, rel=2 * ROUNDING)
+    names, gathered = layers[0]
+    assert len(names) == 14 and set(names) == gathered
+    assert {name.rpartition(".")[2] for name in names if "q_proj" in name or "down_proj" in name} == {"base_layer"}
+    facts = json.loads((Path(made["checkpoint"]["dir"]) / "layout.json").read_text(encoding="utf-8"))
+    assert facts["fp8"] == {"backend": "torchao", "recipe": "tensorwise", "all_gather": True, "emulate": True}
