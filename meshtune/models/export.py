@@ -42,11 +42,11 @@ def export(
     Tensors have the names of the checkpoint that the model came from. `dtype` None keeps each tensor's dtype of it; a named
     one is given to every floating tensor. What the checkpoint holds beside the model (a vision tower, layers that predict
     further tokens) is written as it was. Quantised weights are written as the numbers that they stand for. `merging` changes
-    tensors on their way, a block at a time; a head that it gives other values than the embedding that it is tied to is untied,
-    and the config says so.
+    tensors on their way, a block at a time, and those of `model` are let go, so that it is never there twice; a head that gets
+    other values than the embedding that it is tied to is untied, and the config says so.
 
-    The folder appears only when it is complete, in place of what stood there. The live model is not changed. Raises OSError
-    on every rank if rank 0 cannot write.
+    The folder appears only when it is complete, in place of what stood there. Without `merging` the live model is not changed.
+    Raises OSError on every rank if rank 0 cannot write.
     """
     stored = stored_dtypes(source)
     names = CheckpointNames(_whole_on_meta(model), stored)
@@ -67,10 +67,21 @@ def export(
         shards = writer.do(lambda: Shards(empty_beside(folder), max_shard_bytes))
         for state in whole_tensors(model, names.left_out() - untied):
             writer.do(partial(add_state, state))
+            if merging is not None:
+                _let_go(model, state)
         writer.do(lambda: add(_unread_tensors(source, names)))
         if merging is not None:
             writer.do(lambda: write_json(shards.folder / MERGED, merging.record()))
         writer.do(lambda: _finish(shards, model, source, tokenizer, chosen, folder, bool(untied)))
+
+
+def _let_go(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Free the memory of what has been taken of a model in this process."""
+    state = model.state_dict()
+    for name in names:
+        storage = state[name].untyped_storage()
+        if storage.resizable():  # and not a file's own pages
+            storage.resize_(0)
 
 
 def _whole_on_meta(model: PreTrainedModel) -> PreTrainedModel:
