@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from meshtune.recipes.planning import Plan
 
 
+_SHOWN = 5
+
+
 @dataclass(frozen=True)
 class RunResult:
     """What a run left: its folder, its export if there is one, and where it stood at the end."""
@@ -157,12 +160,16 @@ class Setup:
         target = self.run / "export" if self.recipe.checkpoint.exports_at_end else None
         if self.recipe.checkpoint.export == "best" and parts.saver is not None:
             reporter.say(f"exporting   the best checkpoint, {parts.saver.take_best(state)}")
-        if target is not None:
-            self.export(target)
+        if target is not None and (idle := self.export(target)) and state.step:
+            shown = ", ".join(idle[:_SHOWN]) + (", ..." if len(idle) > _SHOWN else "")
+            reporter.say(
+                f"WARNING     the adapter of {len(idle)} layers does nothing: it is zero, as it began ({shown})"
+            )
         return RunResult(self.run, target, state)
 
-    def export(self, target: Path) -> None:
-        """Write the model as it is now in Hugging Face form, or its adapter in PEFT's. Every rank must call it."""
+    def export(self, target: Path) -> list[str]:
+        """Write the model as it is now in Hugging Face form, or its adapter in PEFT's. Every rank must call it. Returns, on the
+        first, the layers whose adapter does nothing."""
         import torch
 
         from meshtune.models.adapters.view import adapter_of
@@ -172,9 +179,9 @@ class Setup:
         asked, model, plan = self.recipe.checkpoint.export_dtype, self.model.model, self.plan
         dtype = None if asked == "auto" else getattr(torch, asked)
         if (adapter := adapter_of(model)) is not None:
-            export_adapter(model, adapter, plan.source, plan.tokenizer, target, dtype)
-        else:
-            export(model, plan.source, plan.tokenizer, target, dtype)
+            return export_adapter(model, adapter, plan.source, plan.tokenizer, target, dtype)
+        export(model, plan.source, plan.tokenizer, target, dtype)
+        return []
 
     def _prepare(self, plan: Plan) -> tuple[Tokens, dict[str, Finite]]:
         """Training and validation data as tokens; of a stream, its first rows."""

@@ -82,3 +82,16 @@ def test_what_was_taken_out_of_the_weights_is_taken_out_again(
     for name, tensor in whole.items():
         relative, absolute = (0, 0) if name in begun else (1e-3, 2e-5)
         torch.testing.assert_close(state[name], tensor, rtol=relative, atol=absolute)
+
+
+def test_an_adapter_that_does_nothing_is_named(bench: Bench) -> None:
+    """C77: a layer that no gradient came to, here since there was no learning rate, looks like one that has nothing to learn."""
+    changes = {"peft": {"r": 2, "target_modules": ["layers.1.self_attn.q_proj"]}, "checkpoint": {"export": "final"}}
+    found = [
+        bench.train(
+            bench.recipe(bench.model("llama"), **changes, training={"max_steps": 2, "learning_rate": rate})
+        ).said
+        for rate in (0.0, 0.02)
+    ]
+    told = "the adapter of 1 layers does nothing: it is zero, as it began (model.layers.1.self_attn.q_proj)"
+    assert [told in said for said in found] == [True, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 _BEGINNING = ".initial"
+_BEGINS_AS_ZEROS = re.compile(r"\.lora_(B|embedding_A)\.[^.]+(\.weight)?$")
 
 
 def export_adapter(
@@ -33,8 +35,9 @@ def export_adapter(
     tokenizer: PreTrainedTokenizerBase | None,
     folder: Path,
     dtype: torch.dtype | None = None,
-) -> None:
-    """Write `folder` with the adapter that was put into `model`. Every rank must call it; rank 0 writes.
+) -> list[str]:
+    """Write `folder` with the adapter that was put into `model`. Every rank must call it; rank 0 writes. Returns, there, the
+    layers whose adapter does nothing, since the matrix that begins as zeros is zeros still.
 
     Tensors have the dtype that they are trained in, or `dtype`. An adapter that began as a part of the weights is written as one
     of the weights as they were: of twice the rank, of which one half takes back the beginning.
@@ -47,6 +50,11 @@ def export_adapter(
         for state in whole_tensors(model, set(model.state_dict()) - set(own_tensors(model, adapter))):
             tensors.update(state)
         writer.do(lambda: _write(tensors, adapter.config, source, tokenizer, folder, dtype))
+    return [
+        name.partition(".lora_")[0]
+        for name, tensor in tensors.items()
+        if _BEGINS_AS_ZEROS.search(name) and not tensor.any()
+    ]
 
 
 def own_tensors(model: nn.Module, adapter: Adapter) -> list[str]:
