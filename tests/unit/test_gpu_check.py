@@ -17,13 +17,15 @@ ASKED = argparse.Namespace(device="cuda", steps=8, attention="auto")
 
 
 @pytest.mark.parametrize("shape", gpu_check.SHAPES)
-def test_every_recipe_is_one(tmp_path: Path, shape: str) -> None:
+def test_every_recipe_is_one(tmp_path: Path, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what the 8B shape needs to fit on a card of 80 GB, all is asked for."""
+    monkeypatch.setattr(gpu_check, "_multiplies_in_fp8", lambda device: True)
     found = {}
     for name, changes in gpu_check._variants(shape, ASKED):
         found[name] = from_mapping(Recipe, gpu_check._recipe(tmp_path / shape, name, changes, ASKED))
     assert {recipe.training.compile for recipe in found.values()} == {False, True}
-    assert {recipe.training.precision for recipe in found.values()} == {"bf16", "fp32"}
+    precisions = {"bf16", "fp32"} if shape in gpu_check.LARGE else {"bf16", "fp32", "fp16", "fp8"}
+    assert {recipe.training.precision for recipe in found.values()} == precisions
     assert len({recipe.checkpoint.dir for recipe in found.values()}) == len(found)
     if shape in gpu_check.LARGE:
         assert all(recipe.training.activation_checkpointing == "full" for recipe in found.values())
