@@ -47,7 +47,7 @@ def give_values(model: nn.Module) -> None:
     of the weights its own."""
     pieces, others, adapter = named_pieces(model), aliases(model), adapter_of(model)
     assert adapter is not None
-    if adapter.section.init_lora_weights is not None:
+    if adapter.section.init_lora_weights is not None or adapter.section.adapter is not None:
         return
     for name, parameter in model.named_parameters():
         if name in adapter.trained and "lora_" in name and "magnitude" not in name:
@@ -55,8 +55,11 @@ def give_values(model: nn.Module) -> None:
             local_of(parameter).copy_(own_slice(whole, parameter, pieces.get(name)))
 
 
-def train_with_peft(folder: Path, config: dict[str, Any], windows: Sequence[Sequence[Row]]) -> Course:
-    """`train_plainly` for PEFT's model; the weights are those of the adapter, by the names that they have in ours."""
+def train_with_peft(
+    folder: Path, config: dict[str, Any], windows: Sequence[Sequence[Row]], begun: Path | None = None
+) -> Course:
+    """`train_plainly` for PEFT's model; the weights are those of the adapter, by the names that they have in ours. As it begins,
+    it is saved to `begun`."""
     from peft import LoraConfig, get_peft_model
 
     plain = Hyperparameters()
@@ -67,6 +70,8 @@ def train_with_peft(folder: Path, config: dict[str, Any], windows: Sequence[Sequ
         for name, parameter in trained.items():
             if "lora_" in name and "magnitude" not in name and "init_lora_weights" not in config:
                 parameter.copy_(seeded(name, parameter.shape))
+    if begun is not None:
+        model.save_pretrained(begun)
     groups = [
         {
             "params": [p for name, p in trained.items() if ("norm" in name and "lora_" not in name) == exempt],
@@ -90,9 +95,12 @@ def train_with_peft(folder: Path, config: dict[str, Any], windows: Sequence[Sequ
     return course
 
 
-def references(cases: Sequence[tuple[Path, dict[str, Any]]], windows: Sequence[Sequence[Row]]) -> list[Course]:
-    """On a rank: the course of each case."""
-    return [train_with_peft(folder, config, windows) for folder, config in cases]
+def references(
+    cases: Sequence[tuple[Path, dict[str, Any]]], windows: Sequence[Sequence[Row]], begun: Sequence[Path] = ()
+) -> list[Course]:
+    """On a rank: the course of each case, and its adapter as it begins in a folder of `begun`, if there are some."""
+    folders = begun or [None] * len(cases)
+    return [train_with_peft(*case, windows, to) for case, to in zip(cases, folders, strict=True)]
 
 
 def train_adapter(recipe: dict[str, Any], cache: str) -> Course:

@@ -129,3 +129,20 @@ def test_frozen_weights_in_bfloat16_are_computed_with_as_they_are_held(bench: Be
         assert course.loss == pytest.approx(courses[name, False].loss, rel=2e-3)
         assert course.grad_norm == pytest.approx(courses[name, False].grad_norm, rel=1e-2)
         assert {tensor.dtype for tensor in course.weights.values()} == {torch.float32}
+
+
+def test_an_adapter_that_peft_has_saved_goes_on_as_there(bench: Bench) -> None:
+    """Its files say its shape; each rank takes its part of them: of embedding, head and experts."""
+    cases: list[tuple[str, dict[str, Any]]] = [("ends", SP), ("tied ends", PP), ("experts", {**FSDP, "ep_size": 2})]
+    folders = [bench.folder / f"adapter-{name}" for name, _ in cases]
+    asked = [(model_of(bench, name), ADAPTERS[name][3]) for name, _ in cases]
+    (courses,) = bench.ranks.call(1, references, asked, bench.windows(False)[:3], folders)
+    recipes = [
+        {**recipe_of(bench, name, layout, False), "peft": {"adapter": str(folder)}}
+        for (name, layout), folder in zip(cases, folders, strict=True)
+    ]
+    found, *_ = bench.ranks.call(2, train_adapters, recipes, bench.cache)
+    for course, reference in zip(found, courses, strict=True):
+        apart = differences(course, reference)
+        assert max(apart["loss"], apart["grad_norm"]) < TOLERANCE
+        assert apart["weights"] < 2 * TOLERANCE
