@@ -63,9 +63,11 @@ def problems(backend: str, recipe: str, emulate: bool | None, device: torch.devi
     package, extra = _EXTRAS[backend]
     if importlib.util.find_spec(package) is None:
         yield "training.fp8.backend", f"{backend} needs an extra: pip install 'meshtune[{extra}]'"
-    if backend == "transformer_engine" and (device.type != "cuda" or torch.version.hip):
-        yield "training.fp8.backend", "transformer_engine runs on NVIDIA's devices alone; write `backend: torchao`"
-    elif not has_products(device, recipe) and (emulate is False or backend == "transformer_engine"):
+    if device.type == "mps":
+        yield "training.precision", "fp8 has no tensors on Apple's devices; write fp16 or fp32"
+    elif backend == "transformer_engine" and (torch.version.hip or not has_products(device, recipe)):
+        yield "training.fp8.backend", "transformer_engine needs an NVIDIA device from Ada on; write `backend: torchao`"
+    elif emulate is False and not has_products(device, recipe):
         yield (
             "training.precision",
             f"fp8 by {recipe} scales has no hardware here ({device.type}); leave fp8.emulate out to emulate it, or write bf16",

@@ -103,6 +103,8 @@ def test_what_keeps_float8_from_running_is_said() -> None:
     assert "pip install 'meshtune[torchao]'" in missing[1]
     told = dict(problems("transformer_engine", "tensorwise", None, CPU))
     assert "NVIDIA" in told["training.fp8.backend"]
+    (apple,) = problems("torchao", "tensorwise", None, torch.device("mps"))
+    assert "write fp16 or fp32" in apple[1]
 
 
 def recipe(training: dict[str, Any], **sections: Any) -> Recipe:
