@@ -16,7 +16,7 @@ from meshtune.layout import Plan
 from meshtune.layout.pieces import Cut, set_piece
 from meshtune.models import hf
 from meshtune.models.initialize import fill, initialize
-from meshtune.models.quantization import bnb
+from meshtune.models.quantization import bnb, choosing
 from meshtune.models.quantization.ao import Integers
 from meshtune.models.quantization.bnb import FourBit, Int8
 from meshtune.models.quantization.choosing import choose, quantise
@@ -104,6 +104,22 @@ def test_a_layer_computes_what_the_librarys_own_layer_does(codec: Codec, monkeyp
             assert torch.equal(layer(x), layer(x.bfloat16()))
     assert {p.is_floating_point() for p in layer.parameters()} == {False}, "mixed precision would round it"
     assert sum(p.numel() * p.element_size() for p in layer.parameters()) < 1.1 * OUT * WIDTH
+
+
+def test_a_layer_is_compiled_whole() -> None:
+    """No break in its graph, so that a block with such layers is one."""
+    layer, x = layer_of(CODECS[0], weight()), torch.randn((2, WIDTH), requires_grad=True)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    found, right = compiled(x), layer(x)
+    assert torch.equal(found, right)
+    assert all(map(torch.equal, torch.autograd.grad(found.sum(), x), torch.autograd.grad(right.sum(), x)))
+
+
+def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "find_spec", lambda name: None)
+    for kind, extra in (("nf4", "bitsandbytes"), ("int4", "torchao")):
+        with pytest.raises(ModelError, match=rf"pip install 'meshtune\[{extra}\]'"):
+            choose(hf.build(tiny_source("llama"), "eager"), from_mapping(QuantizationSection, {"type": kind}))
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -76,7 +75,6 @@ def _unpacked(packed: Tensor) -> Tensor:
     return torch.stack((signed >> 4, (signed << 4) >> 4), -1).flatten(1)
 
 
-@cache
 def _primitives() -> Any:
     from torchao.quantization import quant_primitives
 

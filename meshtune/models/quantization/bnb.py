@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -51,6 +50,7 @@ class FourBit:
         packed, scales = self._in_parts(whole)
         if not self.double:
             return {"weight": packed, "absmax": bits(scales)}
+        _dynamic_code(whole.device)
         offset = scales.mean()  # as quantize_4bit does with all scales of a weight
         nested, state = _functional().quantize_blockwise(scales - offset, blocksize=_NESTED_BLOCK)
         held = {"weight": packed, "absmax": nested}
@@ -71,6 +71,7 @@ class FourBit:
         held = {"weight": packed.view(rows, -1)}
         if not self.double:
             return {**held, "absmax": bits(state.absmax).view(rows, -1)}
+        _dynamic_code(packed.device)
         nested = {"nested_absmax": bits(state.state2.absmax), "nested_offset": bits(state.offset.reshape(1))}
         return {**held, "absmax": state.absmax.view(rows, -1), **nested}
 
@@ -121,15 +122,17 @@ class Int8:
         return held["weight"].to(dtype).mul_(number(held["SCB"]).unsqueeze(1).mul(1.0 / 127.0))
 
 
-@cache
 def _functional() -> Any:
     import bitsandbytes.functional
 
     return bitsandbytes.functional
 
 
-@cache
+_codes: dict[torch.device, Tensor] = {}
+
+
 def _dynamic_code(device: torch.device) -> Tensor:
-    """The 256 values in which scales are quantised."""
-    code: Tensor = _functional().create_dynamic_map().to(device)
-    return code
+    """The 256 values in which scales are quantised, made before the first forward: `torch.compile` could not make them in it."""
+    if device not in _codes:
+        _codes[device] = _functional().create_dynamic_map().to(device)
+    return _codes[device]
