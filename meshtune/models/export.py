@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ContextManagers, cached_file
 
+from meshtune.errors import ModelError
 from meshtune.models import hub
 from meshtune.models.adapters.merging import MERGED, Merging
 from meshtune.models.gathering import whole_tensors
@@ -52,6 +53,7 @@ def export(
     names = CheckpointNames(_whole_on_meta(model), stored)
     chosen = dtype or (None if source.section.dtype == "auto" else source.export_dtype)
     untied = set() if merging is None else merging.untied(model)
+    _check_unties(model, untied)
 
     def add(tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
@@ -84,9 +86,21 @@ def _let_go(model: PreTrainedModel, names: Iterable[str]) -> None:
             storage.resize_(0)
 
 
-def _whole_on_meta(model: PreTrainedModel) -> PreTrainedModel:
-    """The model whose parts the ranks hold, by names and shapes."""
+def _check_unties(model: PreTrainedModel, names: set[str]) -> None:
+    """Raises ModelError if a reader of the export would tie again what `names` holds untied."""
+    tied = _whole_on_meta(model, tie_word_embeddings=False).all_tied_weights_keys if names else {}
+    if left := sorted(names & {*tied.keys(), *tied.values()}):
+        raise ModelError(
+            f"{type(model).__name__} ties {' and '.join(left)} whatever its config says, and an adapter changes one alone: "
+            "export the adapter without --merge, or train it with none on these"
+        )
+
+
+def _whole_on_meta(model: PreTrainedModel, **changes: Any) -> PreTrainedModel:
+    """The model whose parts the ranks hold, by names and shapes; with `changes` of its config."""
     config = copy.deepcopy(model.config)
+    for key, value in changes.items():
+        setattr(config, key, value)
     with ContextManagers(type(model).get_init_context(model.dtype, False, False, None)):
         whole = type(model)(config)
     whole.tie_weights()

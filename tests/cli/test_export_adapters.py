@@ -149,10 +149,19 @@ def test_what_cannot_be_merged(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_without_an_adapter_has_nothing_to_merge(meshtune: Command, recipe: Path, tmp_path: Path) -> None:
-    assert meshtune("train", recipe).code == 0
+def test_an_adapter_is_merged_into_what_a_run_without_one_has_trained(
+    meshtune: Command, adapted: Path, recipe: Path, tmp_path: Path
+) -> None:
+    assert meshtune("train", recipe, "checkpoint.export_dtype=float32").code == 0
     said = meshtune("export", tmp_path / "run", "--to", tmp_path / "out", "--merge")
     assert said.code == 2 and "--merge: the run has trained no adapter" in said.err
+    said = meshtune("export", tmp_path / "run", "--to", tmp_path / "out", "--merge", "--adapter", adapted / "export")
+    assert said.code == 0 and "whose weights are as trained" in said.out, said.err
+    name = "model.layers.1.self_attn.q_proj"
+    before, after = (load_file(f / "model.safetensors") for f in (tmp_path / "run" / "export", tmp_path / "out"))
+    adapter = load_file(adapted / "export" / "adapter_model.safetensors")
+    first, second = (adapter[f"base_model.model.{name}.lora_{matrix}.weight"] for matrix in "AB")
+    assert torch.equal(after[f"{name}.weight"], before[f"{name}.weight"] + 2.0 * (second @ first))
 
 
 def test_weights_that_have_changed_since_are_not_merged_into(meshtune: Command, adapted: Path, tmp_path: Path) -> None:
