@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.parity.conftest import Bench
-from tests.parity.meshes import CP, PP, TP, WEIGHTS, split
+from tests.parity.meshes import PP, TP, WEIGHTS, split
 from tests.parity.runs import TOLERANCE, check_course
 
 FSDP = {"dp_shard": 2}
@@ -19,12 +19,10 @@ FSDP = {"dp_shard": 2}
 LOOSE = 5e-4
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
     "adafactor-tp2": ("phi3", TP, {}, WEIGHTS),
-    "adafactor-pp2": ("qwen3", PP, {}, WEIGHTS),
     "lion-fsdp2xtp2": ("qwen3", {**TP, **FSDP}, {}, WEIGHTS),
     "muon-fsdp2": ("llama", FSDP, {}, LOOSE),
     "muon-tp2": ("llama", TP, {}, LOOSE),
     "schedule_free_adamw-fsdp2": ("llama", FSDP, {"eps": 1e-5}, WEIGHTS),
-    "schedule_free_adamw-cp2": ("qwen3", CP, {"eps": 1e-5}, WEIGHTS),
 }
 
 
