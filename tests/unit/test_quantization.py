@@ -25,9 +25,11 @@ from meshtune.models.quantization.linear import Codec, QuantizedLinear
 from meshtune.models.quantization.loading import dequantised_state, put_quantised, quantised_layers
 from meshtune.models.quantization.section import QuantizationSection
 from meshtune.models.quantization.watching import weights_read
-from meshtune.models.source import Source
+from meshtune.models.section import ModelSection
+from meshtune.models.source import Source, resolve
 from meshtune.parallel.stage_costs import cost
 from tests.unit.models_tiny import save_tiny, saved_source, tiny_model, tiny_source
+from tests.unit.test_models_load import _write_gguf as write_gguf
 
 CPU = torch.device("cpu")
 OUT, WIDTH = 96, 256
@@ -263,3 +265,15 @@ def test_a_pipeline_counts_the_weights_that_a_layer_stands_for() -> None:
     plain, model = hf.build(source, "eager"), build(source)
     assert cost(model) == cost(plain)
     assert cost(model.model.layers[0].mlp) == 3 * 64 * 128
+
+
+def test_a_gguf_file_is_quantised_as_it_is_loaded(tmp_path: Path) -> None:
+    """Its matrices are permuted, and in forms of its own; what is made of each is quantised."""
+    write_gguf(tmp_path / "tiny.gguf", tiny_model("llama", **SMALL))
+    source = resolve(ModelSection(name=str(tmp_path / "tiny.gguf")))
+    model, plain = build(source), hf.build(source, "eager")
+    hf.load(model, source, CPU)
+    hf.load(plain, source, CPU)
+    for path, layer in quantised_layers(model).items():
+        wanted = FourBit("nf4", 64, True).quantise(plain.get_submodule(path).weight.data)
+        assert all(torch.equal(wanted[key], tensor) for key, tensor in layer.held.items()), path
