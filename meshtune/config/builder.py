@@ -71,7 +71,7 @@ class Builder:
         return self._first_without_problems(fitting, node, path, origin)
 
     def _scalar(self, annotation: Any, kinds: tuple[Any, ...], node: Scalar, path: Path, origin: Origin) -> Any:
-        if node.plain and node.value == "" and (cls := section_class(annotation)):
+        if node.plain and node.value == "" and type(None) not in kinds and (cls := section_class(annotation)):
             # A section whose keys are all commented out: its defaults.
             return self._section(cls, MapNode({}, origin), path, origin)
         try:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshtune.config import dump, from_mapping, load
+from meshtune.config import from_mapping
 from meshtune.errors import CheckpointError, RecipeError
 from meshtune.layout import Plan
 from meshtune.layout.pieces import Cut
@@ -78,14 +78,6 @@ def test_a_model_that_trains_itself_takes_no_adapter(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(str(save_tiny("llama", tmp_path)))
     with pytest.raises(RecipeError, match="peft: an adapter stands beside a model's weights"):
         model.train({"peft": {}, "data": {"train_path": "rows.jsonl"}, "training": {"learning_rate": 1e-4}})  # type: ignore[arg-type]
-
-
-def test_a_section_whose_keys_are_commented_out_is_there(tmp_path: Path) -> None:
-    """`peft:` with nothing under it is an adapter by its defaults, not the training of every weight; `null` is that."""
-    text = dump(recipe()) + "peft:\n  # r: 8\n"
-    (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
-    assert load(Recipe, str(tmp_path / "recipe.yaml")).peft == AdapterSection()
-    assert load(Recipe, str(tmp_path / "recipe.yaml"), ["peft=null"]).peft is None
 
 
 def test_tokens_are_named_by_id_or_text() -> None:
