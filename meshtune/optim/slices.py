@@ -25,6 +25,7 @@ REST = "compensation"
 
 # Elements of a slice: on the CPU what its caches hold, elsewhere what is worth launching kernels for.
 _CPU_SLICE, _SLICE = 1 << 16, 1 << 23
+_TOGETHER = 64
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Sliced(torch.optim.Optimizer):
             found, after = stepped_alone(self.inner, group, values, form.opened(gradients[first:last]), own)
             found |= form.put(values, weights[first:last])
             for key, value in found.items():
-                if not isinstance(value, Tensor) or value.shape != values.shape:
+                if not isinstance(value, Tensor) or value.ndim == 0:
                     held[key] = value
                     continue
                 if key not in moments:
@@ -144,16 +145,16 @@ class _Rounded(_Form):
         self._columns = self._position.columns(tuple(local.shape), local.device)
 
     def opened(self, held: Tensor) -> Tensor:
-        return held.to(torch.float32)
+        return _filled_up(held.to(torch.float32))
 
     def weights(self, held: Tensor, rest: Tensor | None) -> Tensor:
-        return self.opened(held) if rest is None else join(held, rest)
+        return self.opened(held) if rest is None else _filled_up(join(held, rest))
 
     def put(self, values: Tensor, held: Tensor) -> dict[str, Tensor]:
         if not self._kahan:
             held.copy_(self._by_chance("", values))
             return {}
-        nearest, rest = split(values)
+        nearest, rest = split(self._own(values))
         held.copy_(nearest)
         return {REST: rest}
 
@@ -163,8 +164,13 @@ class _Rounded(_Form):
     def put_moment(self, key: str, value: Tensor, held: Tensor) -> None:
         held.copy_(value if key == REST else self._by_chance(key, value))
 
+    def _own(self, values: Tensor) -> Tensor:
+        """What belongs to the slice, as the matrix that it is."""
+        rows, columns = len(self._rows), len(self._columns)
+        return values[: rows * columns].view(rows, columns)
+
     def _by_chance(self, what: str, values: Tensor) -> Tensor:
-        return round_by_chance(values, noise(f"{self._key} {what}", self._rows, self._columns))
+        return round_by_chance(self._own(values), noise(f"{self._key} {what}", self._rows, self._columns))
 
 
 def stepped_alone(
@@ -183,6 +189,12 @@ def stepped_alone(
     finally:
         optimizer.param_groups, found = groups, optimizer.state.pop(parameter)
     return found, alone
+
+
+def _filled_up(values: Tensor) -> Tensor:
+    """Flat, with zeros up to a multiple of what a processor computes at once: what is left over another code computes, whose last
+    digit may differ, and which numbers those are differs from layout to layout."""
+    return torch.nn.functional.pad(values.reshape(-1), (0, -values.numel() % _TOGETHER))
 
 
 def _slices(rows: Tensor) -> Iterator[tuple[int, int]]:
