@@ -9,7 +9,7 @@ import torch
 from meshtune.checkpoint.folder import Complete
 from meshtune.models import hf
 from meshtune.models.proofs import choose_attention
-from meshtune.recipes import adapting, optimizing, planning, quantizing
+from meshtune.recipes import adapting, optimizing, planning, quantizing, rounding
 from meshtune.recipes.explaining import stage_holders
 from meshtune.recipes.folder import changes, continued, find_resume, resolved_recipe
 from meshtune.recipes.plans import declare, find_plan
@@ -51,6 +51,7 @@ def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
         *(f"adapter     {line}" for line in (adapter.lines() if adapter is not None else [])),
         *(quantised.lines if quantised is not None else ()),
         *trained,
+        *rounding.notes(plan.recipe),
         f"attention on this machine: {attention.description}",
         f"longest row: {plan.max_seq_length} tokens",
         *_resuming(plan.recipe, resume),

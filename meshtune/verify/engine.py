@@ -105,12 +105,12 @@ def compare_layouts(
 ) -> Report:
     """The course of one process, then each layout's beside it, `own` being the recipe's. `folder` is emptied in the end."""
     begun = time.perf_counter()
-    made = prepared.miniature
+    made, qat = prepared.miniature, recipe.quantization is not None and recipe.quantization.qat
     recipe = recipe.model_copy(update={"peft": prepared.peft, "quantization": prepared.quantization})
     beside = Beside(pool, recipe, made, small.global_batch([trial.readers for trial in prepared.trials]), folder)
     facts = made.architecture, made.parameters, made.sizes, prepared.experts
     report = Report(name, *facts, recipe.data.packing, beside.attention, own=own)
-    report.quantised = prepared.quantization is not None
+    report.quantised, report.qat = prepared.quantization is not None, qat
     said(report, None)
     for trial in prepared.trials:
         start = time.perf_counter()

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 
 
 def made_small(recipe: Recipe, source: Source, folder: str) -> QuantizationSection | None:
-    """`quantization:` for the small model in `folder`, from that of `recipe` for the model of `source`; None without.
+    """`quantization:` for the small model in `folder`, from that of `recipe` for the model of `source`; None without, or
+    with `qat`, whose rounding makes a jump of the difference between two sums.
 
     Raises RecipeError if none of the layers is of a kind that the small model has.
     """
     chosen = quantizing.choose(recipe, source, adapting.choose(recipe, source))
-    if chosen is None or recipe.quantization is None:
+    if chosen is None or recipe.quantization is None or recipe.quantization.qat:
         return None
     kinds = set(map(generic, chosen.layers))
     small = hf.build(resolve(ModelSection(name=folder)), "eager")

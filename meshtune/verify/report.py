@@ -54,6 +54,7 @@ class Report:
     own: str = ""
     """The recipe's own layout."""
     quantised: bool = False
+    qat: bool = False
     """Whether weights are held in few bits."""
 
     @property
@@ -80,6 +81,7 @@ def headline(report: Report) -> list[str]:
         f"model       {report.architecture} of {report.model}, made small: {report.parameters:,} parameters ({sizes})",
         f"rows        {'packed' if report.packed else 'padded'}, attention {report.attention}",
         *(["weights     quantised; in the small model as int8, with a scale for each row"] if report.quantised else []),
+        *(["weights     as they are: the rounding of quantization.qat is not tried"] if report.qat else []),
     ]
 
 
