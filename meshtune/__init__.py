@@ -24,4 +24,7 @@ def __getattr__(name: str) -> Any:
     """Import torch and transformers only for what needs them."""
     if name not in _WHERE:
         raise AttributeError(f"module 'meshtune' has no attribute {name!r}")
+    from meshtune.observe.chatter import hush
+
+    hush()
     return getattr(import_module(_WHERE[name]), name)
