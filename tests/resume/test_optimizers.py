@@ -20,7 +20,7 @@ FREE: dict[str, Any] = {
     "optimizer": {"name": "schedule_free_adamw"},
     "lr_scheduler": {"name": "constant", "warmup_steps": 2},
     "training": {"max_steps": 6, "eval_every_steps": 2},
-    "checkpoint": {"every_steps": 2, "keep": None, "export": "all"},
+    "checkpoint": {"every_steps": 3, "keep": None, "export": "all"},
 }
 
 
