@@ -24,8 +24,7 @@ PATTERNS = {"use_rslora": True, "rank_pattern": {"o_proj": 2}, "alpha_pattern": 
 # Architecture, settings of its config, the adapter in the recipe's words and in PEFT's.
 Adapter = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
 ADAPTERS: dict[str, Adapter] = {
-    "linear": ("llama", {}, {}, ALL),
-    "patterns": ("llama", {}, PATTERNS, {**ALL, **PATTERNS}),
+    "linear": ("llama", {}, PATTERNS, {**ALL, **PATTERNS}),
     "fused": ("phi3", {}, {}, ALL),
     "conv1d": ("gpt2", {}, {}, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
     "one head": ("llama", {"num_key_value_heads": 1}, {}, ALL),
@@ -50,12 +49,11 @@ TWO_RANKS: list[tuple[str, dict[str, Any], bool]] = [
     ("linear", {**FSDP, "strategy": "ddp"}, True),
     ("linear", CP, True),
     ("linear", PP, False),
-    ("patterns", SP, True),
+    ("linear", SP, True),
     ("fused", TP, False),
     ("conv1d", SP, True),
     ("one head", TP, True),
     ("ends", SP, False),
-    ("ends", FSDP, True),
     ("tied ends", PP, True),
     ("tied ends", TP, False),
     ("experts", {**FSDP, "ep_size": 2}, True),
@@ -133,7 +131,7 @@ def test_frozen_weights_in_bfloat16_are_computed_with_as_they_are_held(bench: Be
 
 def test_an_adapter_that_peft_has_saved_goes_on_as_there(bench: Bench) -> None:
     """Its files say its shape; each rank takes its part of them: of embedding, head and experts."""
-    cases: list[tuple[str, dict[str, Any]]] = [("ends", SP), ("tied ends", PP), ("experts", {**FSDP, "ep_size": 2})]
+    cases: list[tuple[str, dict[str, Any]]] = [("tied ends", SP), ("experts", {**FSDP, "ep_size": 2})]
     folders = [bench.folder / f"adapter-{name}" for name, _ in cases]
     asked = [(model_of(bench, name), ADAPTERS[name][3]) for name, _ in cases]
     (courses,) = bench.ranks.call(1, references, asked, bench.windows(False)[:3], folders)
