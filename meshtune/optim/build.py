@@ -8,8 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from meshtune.errors import ModelError
 from meshtune.optim.composite import Composite
 from meshtune.optim.groups import Rule
 from meshtune.optim.methods import METHODS, Method, adamw
@@ -48,9 +50,17 @@ def build(
 ) -> torch.optim.Optimizer:
     """Works on plain tensors, parts of them and DTensors, in any mixture; every rank must call it.
 
-    Raises ModelError if no parameter is trainable.
+    Raises ModelError if no parameter is trainable, or the optimizer needs more to be `known` than it is.
     """
-    known, method = known or Known(), METHODS[section.name]
+    method = METHODS[section.name]
+    if method.scope is not None and known is None and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ModelError(
+            f"{section.name} updates whole tensors, and has to know which part of each a rank holds: "
+            "build(..., known=Known(positions=meshtune.models.placing.positions(model)))"
+        )
+    known = known or Known()
+    if section.name == "muon" and not known.parts:
+        raise ModelError("muon is for hidden matrices: build(..., known=Known(parts=...)) has to say which these are")
     modules = list(named_modules)
     groups = parameter_groups(modules, section.weight_decay, known.rules, known.others, known.parts)
     if method.scope is None:

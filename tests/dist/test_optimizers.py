@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshtune.checkpoint.checkpoint import Checkpointer
+from meshtune.errors import ModelError
 from meshtune.layout.pieces import Cut, named_pieces, set_aliases, set_piece
 from meshtune.models.placing import local_of, own_slice, positions
 from meshtune.optim.build import Known
@@ -252,3 +253,16 @@ def travel(method: str, run: str) -> float:
 def test_every_optimizer_goes_on_exactly_on_any_other_layout(ranks: Ranks, method: str, tmp_path: Path) -> None:
     """C36, C69: moments, factors, eigenbases, quantised moments, counters in groups."""
     assert ranks.call(4, travel, method, str(tmp_path)) == [0.0] * 4
+
+
+def build_unknown(method: str) -> str:
+    net = Net()
+    fsdp(net)
+    with pytest.raises(ModelError) as raised:
+        section(method).build(net.named_modules(), RATE)
+    return str(raised.value)
+
+
+def test_what_a_rank_holds_has_to_be_told(ranks: Ranks) -> None:
+    """Else a part would be taken for the whole."""
+    assert "adafactor updates whole tensors" in ranks.call(4, build_unknown, "adafactor")[0]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshtune.config import from_mapping
-from meshtune.errors import RecipeError
+from meshtune.errors import ModelError, RecipeError
 from meshtune.models.section import ModelSection
 from meshtune.models.trainable import tensor_names
 from meshtune.optim import methods
@@ -121,6 +121,12 @@ def test_muon_gets_hidden_matrices_and_adamw_the_rest() -> None:
     assert learning.lines[0].startswith("optimizer   muon: ") and learning.lines[1].startswith("optimizer   adamw: ")
     with pytest.raises(RecipeError, match=r"model.norm.weight has 1 dimensions; muon needs matrices"):
         optimizing.choose(recipe(name="muon", groups=[{"match": ["model.norm"], "name": "muon"}]), model, None)
+
+
+def test_muon_asks_what_is_hidden() -> None:
+    """Else a caller would get AdamW for everything, and not know it."""
+    with pytest.raises(ModelError, match="has to say which these are"):
+        OptimizerSection(name="muon").build(nn.Linear(4, 4).named_modules(), 1e-3)
 
 
 def test_lora_plus_rates_are_those_of_peft() -> None:
