@@ -117,7 +117,7 @@ def test_every_layout_rounds_alike(shape: tuple[int, ...], kind: str, monkeypatc
 
     full = nn.Parameter(start.clone())
     wanted = stepped(make, kind, full, gradients, whole(full)).state[full]
-    monkeypatch.setattr("meshtune.optim.slices._CPU_SLICE", 7)
+    monkeypatch.setattr("meshtune.optim.slices._CPU_SLICE", 30)
     for take, position in [*parts(shape), (Tensor.clone, whole(full))]:
         own = nn.Parameter(take(start))
         found = stepped(make, kind, own, [take(gradient) for gradient in gradients], position).state[own]
