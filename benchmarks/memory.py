@@ -3,9 +3,9 @@
     python -m benchmarks.memory [--steps 5] [--threads 2] [--set hidden=768 ...]
 
 One process each, as in benchmarks.sft; AdamW without clipping, one micro-batch a step, on the accelerator if there is one.
-Weights and what is computed are float32, but in the rows with bf16 weights, which also compute in bfloat16 (slow on most CPUs). Rows
-that move something to the memory of the CPU run with an accelerator only. The last loss is printed beside: of rows in float32
-it is the same.
+Weights and what is computed are float32, but in the rows with bf16 weights, which also compute in bfloat16 (slow on most CPUs).
+Rows that move something to the memory of the CPU run with an accelerator only. The last loss is printed beside: of rows in
+float32 it is the same.
 """
 
 from __future__ import annotations
