@@ -3,9 +3,9 @@
     python -m benchmarks.sft [--steps 8] [--repeat 3] [--ranks 1] [--threads 2] [--contenders a,b] [--set hidden=512 ...]
 
 Contenders alternate, each in a process of its own (`--ranks 2`: in two, of `--threads` / 2 threads each). Printed for each: real
-(not padding) tokens and supervised tokens per second over the steps after the first two, the largest resident memory of its
-processes together, the seconds from its start to the end of the first step, preparation of the rows included; medians, and
-as ratios to meshtune with their spread. `TRL` needs `pip install trl`.
+(not padding) tokens and supervised tokens per second over the steps after the first two, tokens for each second of CPU that these
+took, the largest resident memory of its processes together, the seconds from its start to the end of the first step, preparation
+of the rows included; medians, and as ratios to meshtune with their spread. `TRL` needs `pip install trl`.
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ class Measured:
 
     tokens_per_second: float
     supervised_per_second: float
+    per_cpu_second: float
+    """Tokens: what a machine that others use as well does not change much."""
     peak_gb: float
     first_step_s: float
 
@@ -38,21 +40,23 @@ def measure(name: str, command: list[str], root: Path, threads: int) -> Measured
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error", **places}
     begun = time.time()
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    watch = Watch(process.pid, root / "run" / "metrics.jsonl")
+    watch = Watch(process.pid, root / "run" / "metrics.jsonl", root / "steps.jsonl")
     said = process.communicate()[1]
     watch.stop()
     if process.returncode:
         raise SystemExit(f"{name} ended with {process.returncode}:\n{said.decode()[-3000:]}")
-    return watch.measured(begun, root / "steps.jsonl")
+    return watch.measured(begun)
 
 
 class Watch(threading.Thread):
-    """Looks at a process and its children twenty times a second: their resident memory, and when metrics got a line."""
+    """Looks at a process and its children twenty times a second: their resident memory, and when a step got its line, in what
+    meshtune logs or in what another contender writes, and how many seconds of CPU they had spent by then."""
 
-    def __init__(self, pid: int, metrics: Path):
+    def __init__(self, pid: int, metrics: Path, steps: Path):
         super().__init__(daemon=True)
-        self._process, self._metrics, self._ended = psutil.Process(pid), metrics, threading.Event()
-        self._peak, self._times = 0, []
+        self._process, self._ended = psutil.Process(pid), threading.Event()
+        self._metrics, self._steps = metrics, steps
+        self._peak, self._cpu, self._times, self._cpus = 0, 0.0, [], []
         self.start()
 
     def run(self) -> None:
@@ -68,42 +72,47 @@ class Watch(threading.Thread):
         try:
             family = [self._process, *self._process.children(recursive=True)]
             self._peak = max(self._peak, sum(one.memory_info().rss for one in family))
+            self._cpu = sum(sum(one.cpu_times()[:2]) for one in family)
         except psutil.Error:
             pass
-        lines = self._metrics.read_text(encoding="utf-8").count("\n") if self._metrics.exists() else 0
-        self._times += [time.time()] * (lines - len(self._times))
+        found = next((file for file in (self._metrics, self._steps) if file.exists()), None)
+        new = 0 if found is None else found.read_text(encoding="utf-8").count("\n") - len(self._times)
+        self._times += [time.time()] * new
+        self._cpus += [self._cpu] * new
 
-    def measured(self, begun: float, steps: Path) -> Measured:
+    def measured(self, begun: float) -> Measured:
         if self._metrics.exists():
             rows = [json.loads(line) for line in self._metrics.read_text(encoding="utf-8").splitlines()]
             tokens, supervised = ([row[key] for row in rows] for key in ("tokens", "supervised_tokens"))
             # Its own clock for the steps: this thread looks only every so often.
             seconds, first = [row["step_time_s"] for row in rows], self._times[0]
         else:
-            rows = [json.loads(line) for line in steps.read_text(encoding="utf-8").splitlines()]
+            rows = [json.loads(line) for line in self._steps.read_text(encoding="utf-8").splitlines()]
             tokens, supervised = ([row[key] for row in rows] for key in ("tokens", "supervised"))
             times = [begun, *(row["time"] for row in rows)]
             seconds, first = [after - before for before, after in pairwise(times)], rows[0]["time"]
         spent = sum(seconds[SKIPPED_STEPS:])
         rates = (sum(counts[SKIPPED_STEPS:]) / spent for counts in (tokens, supervised))
-        return Measured(*rates, self._peak / 1e9, first - begun)
+        cpu = self._cpus[len(seconds) - 1] - self._cpus[SKIPPED_STEPS - 1]
+        return Measured(*rates, sum(tokens[SKIPPED_STEPS:]) / cpu, self._peak / 1e9, first - begun)
 
 
 def report(results: dict[str, list[Measured]]) -> None:
     """Medians; ratios of each turn, lowest to highest."""
     names = [one.name for one in fields(Measured)]
-    print(f"{'':17} {'tokens/s':>9} {'supervised/s':>13} {'peak GB':>8} {'first step s':>13}")
+    print(f"{'':17} {'tokens/s':>9} {'supervised/s':>13} {'per CPU s':>10} {'peak GB':>8} {'first step s':>13}")
     for name, runs in results.items():
         middle = [median(getattr(run, key) for run in runs) for key in names]
-        print(f"{name:17} {middle[0]:9.0f} {middle[1]:13.0f} {middle[2]:8.2f} {middle[3]:13.1f}")
+        rates = f"{middle[0]:9.0f} {middle[1]:13.0f} {middle[2]:10.0f}"
+        print(f"{name:17} {rates} {middle[3]:8.2f} {middle[4]:13.1f}")
     if "meshtune" not in results:
         return
-    print("\nmeshtune is so many times as quick (tokens/s), as large (peak), as late (first step) as:")
+    print("\nmeshtune is so many times as quick (tokens/s; per CPU second), as large (peak), as late (first step) as:")
     for name, runs in results.items():
         if name != "meshtune":
             pairs = list(zip(results["meshtune"], runs, strict=True))
             told = [_spread([getattr(a, key) / getattr(b, key) for a, b in pairs]) for key in (names[0], *names[2:])]
-            print(f"{name:17} {told[0]:>18} {told[1]:>18} {told[2]:>18}")
+            print(f"{name:17} " + " ".join(f"{ratio:>18}" for ratio in told))
 
 
 def _spread(ratios: list[float]) -> str:
