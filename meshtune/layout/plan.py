@@ -76,6 +76,7 @@ class Plan:
         sequences: how blocks are given sequences.
         experts: modules whose experts are shared out where the layout has an `ep` axis.
         balancing: the load-balancing loss that the model asks for.
+        idle: modules that no forward calls, so that what they hold need not be gathered for one.
         wrapped: paths of modules that stand inside others, by the paths that the model's own code and config know them by.
     """
 
@@ -95,6 +96,7 @@ class Plan:
     sequences: Sequences = Sequences()
     joined_units: frozenset[str] = frozenset()
     wrapped: Mapping[str, str] = field(default_factory=dict)
+    idle: tuple[str, ...] = ()
 
     def on_stage(self, units: Sequence[str], absent: Collection[str]) -> Plan:
         """The rules of what a pipeline rank holds: the blocks `units`, and all that is not inside the modules `absent`."""
@@ -117,6 +119,7 @@ class Plan:
             attributes={name: values for name, values in self.attributes.items() if here(name)},
             head_inputs={name: heads for name, heads in self.head_inputs.items() if here(name)},
             vocabulary=tuple(filter(here, self.vocabulary)),
+            idle=tuple(filter(here, self.idle)),
             whole=tuple(filter(here, self.whole)),
             experts=tuple(found for found in self.experts if here(found.path)),
         )

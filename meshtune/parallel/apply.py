@@ -10,7 +10,8 @@ already: in training each rank's part of a batch is cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -148,6 +149,13 @@ def _converts(model: nn.Module, settings: Settings) -> bool:
     return dtypes | {settings.compute_dtype} != {torch.float32}
 
 
+def _apart(model: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
+    """Those of the modules at `paths` whose parameters are theirs alone. Each a group of its own, they are never gathered."""
+    holders = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    modules = [model.get_submodule(path) for path in paths]
+    return [module for module in modules if all(holders[id(p)] == 1 for p in module.parameters())]
+
+
 def _shard_data_parallel(
     root: nn.Module, model: nn.Module, units: list[nn.Module], layout: Layout, plan: Plan, settings: Settings
 ) -> None:
@@ -162,7 +170,7 @@ def _shard_data_parallel(
             shard_experts(model.get_submodule(found.outermost), layout, policy, offload)
     if settings.float8 is not None and settings.float8.all_gather:
         gather_in_float8(model, settings.float8, layout.size("fsdp"))
-    for module in (*units, root):
+    for module in (*_apart(model, plan.idle), *units, root):
         fully_shard(module, mesh=layout.data_parallel_mesh, mp_policy=policy, offload_policy=offload)
     for module in root.modules():
         if isinstance(

@@ -59,6 +59,7 @@ def with_copies(plan: Plan, model: nn.Module) -> Plan:
         head_inputs={run(path): heads for path, heads in plan.head_inputs.items()},
         vocabulary=tuple(_all(plan.vocabulary, modules)),
         whole=tuple(map(run, plan.whole)),
+        idle=tuple(f"{path}.{_ORIGINAL}" for path in saved),
     )
 
 
