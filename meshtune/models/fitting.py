@@ -5,6 +5,7 @@ On shards it could not be: a tensor with a row too many gives every rank the sha
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -51,10 +52,21 @@ def _unpack(shapes: dict[str, torch.Tensor], model: PreTrainedModel, load_config
             del shapes[part]
 
 
-def quantised_in_checkpoint(source: Source, model: PreTrainedModel) -> frozenset[str]:
-    """Paths of the layers of `model` whose weights the checkpoint of `source` holds quantised."""
-    stored = (name for file in source.files if file.endswith(".safetensors") for name in safetensors_header(Path(file)))
-    found = _quantised(beside_weights(stored), model, get_model_conversion_mapping(model))
+def quantised_in_checkpoint(source: Source, model: PreTrainedModel, block: int | None = None) -> frozenset[str]:
+    """Paths of the layers of `model` whose weights the checkpoint of `source` holds quantised.
+
+    Raises ModelError if so many weights as `block` do not share a scale there.
+    """
+    files = (file for file in source.files if file.endswith(".safetensors"))
+    stored = {name: entry for file in files for name, entry in safetensors_header(Path(file)).items()}
+    beside, own = beside_weights(stored), model.state_dict()
+    found = _quantised(beside, model, get_model_conversion_mapping(model))
+    for name, target in found.items():
+        scales = math.prod(stored[beside[name]["absmax"]]["shape"]) if "absmax" in beside[name] else 0
+        if block and scales and (there := own[target].numel() // scales) != block:
+            raise ModelError(
+                f"quantization.block_size: {source.name} has a scale for {there} weights ({name}), not for {block}; write {there}"
+            )
     return frozenset(target.removesuffix(".weight") for target in found.values())
 
 

@@ -67,7 +67,7 @@ def choose(
 
     model = hf.build(source, "eager")
     saved = list((adapter.config.modules_to_save if adapter is not None else None) or [])
-    stored = quantised_in_checkpoint(source, model) if source.files else frozenset()
+    stored = quantised_in_checkpoint(source, model, recipe.quantization.block) if source.files else frozenset()
     chosen = choosing.choose(model, recipe.quantization, saved or None, weights_read(source), stored or None)
     if layout is not None:
         plan = declare(model, found, layout)

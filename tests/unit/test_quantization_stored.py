@@ -89,11 +89,13 @@ def theirs_dense(model: Any) -> Tensor:
 
 
 def test_a_checkpoint_of_other_blocks_is_refused(tmp_path: Path) -> None:
-    """What the config does not say is found when the first weight is read."""
+    """What the config does not say is seen by the sizes of tensors, or else when the first weight is read."""
     folder, _ = quantised_folder(tmp_path, **NF4)
     section = QuantizationSection(block_size=32)
     source = resolve(ModelSection(name=str(folder)), section)
     model = hf.build(source, "eager")
+    with pytest.raises(ModelError, match=r"block_size: .* has a scale for 64 weights .*, not for 32; write 64"):
+        quantised_in_checkpoint(source, model, section.block)
     quantise(model, choose(model, section, only=quantised_in_checkpoint(source, model)))
     with pytest.raises(ModelError, match=r"layers.0.*weight is quantised as .*'nf4', 64, True.*make it \('nf4', 32"):
         hf.load(model, source, CPU)
