@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import ModelError
+from meshtune.layout import Plan
+from meshtune.layout.experts import Experts
+from meshtune.layout.pieces import Cut
+from meshtune.layout.plan import Split
+from meshtune.models.adapters.copies import with_copies
 from meshtune.models.adapters.decomposition import check_beginning, take_from_weights
 from meshtune.models.adapters.dropout import drop
 from meshtune.models.adapters.layers import use_own_layers
@@ -289,3 +295,35 @@ def test_dropout_draws_for_a_rank_of_its_own_where_ranks_hold_different_things()
     assert drop(x, nn.Identity(), 0) is x
     assert drop(x, nn.Dropout(0.5).eval(), 0) is x
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_copies_of_modules_follow_the_plan_of_those_in_whose_place_they_run() -> None:
+    """The module stays where PEFT puts it and is cut alike; hooks go where the forward goes."""
+    model = adapted(tiny_model("llama"), target_modules=["q_proj"], modules_to_save=["lm_head", "mlp"])
+    mlp = "model.layers.0.mlp"
+    inner = {path: f"{path}.original_module" for path in ("lm_head", mlp, "model.layers.1.mlp")}
+    remember(model, Adapter(AdapterSection(), LoraConfig(), inner, frozenset()))
+    across = Cut("tp", 0, (40,))
+    plan = Plan(
+        units=("model.layers.0", "model.layers.1"),
+        splits=(Split((mlp, f"{mlp}.up_proj"), (mlp,)),),
+        cuts={"lm_head.weight": Cut("tp", 0, (97,)), f"{mlp}.up_proj.weight": across},
+        shared=frozenset({f"{mlp}.down_proj.bias"}),
+        attributes={f"{mlp}.act": {"width": 20}, mlp: {"size": 4}},
+        vocabulary=("model.embed_tokens", "lm_head"),
+        gathered=frozenset({f"{mlp}.up_proj"}),
+    )
+    found = with_copies(plan, model)
+    own, copied = f"{mlp}.original_module", f"{mlp}.modules_to_save.default"
+    head = "lm_head.modules_to_save.default"
+    assert found.splits == (Split((mlp, f"{copied}.up_proj"), (mlp,)),)
+    assert set(found.cuts) == {"lm_head.weight", f"{head}.weight", f"{own}.up_proj.weight", f"{copied}.up_proj.weight"}
+    assert found.shared == {f"{own}.down_proj.bias", f"{copied}.down_proj.bias"}
+    assert set(found.attributes) == {f"{own}.act", f"{copied}.act", mlp, copied}
+    assert found.vocabulary == ("model.embed_tokens", "lm_head", head)
+    assert found.gathered == {f"{copied}.up_proj"}
+    assert found.idle == ("lm_head.original_module", own, "model.layers.1.mlp.original_module")
+    with pytest.raises(ModelError, match=r"modules_to_save: model.layers.0.mlp is, or holds, a whole block"):
+        with_copies(replace(plan, units=(mlp,)), model)
+    with pytest.raises(ModelError, match=r"modules_to_save: model.layers.0.mlp holds experts"):
+        with_copies(replace(plan, experts=(Experts(f"{mlp}.experts", 4, ("up",), ("n",)),)), model)
