@@ -33,12 +33,11 @@ def train_watched(recipe: dict[str, Any], cache: str) -> tuple[dict[str, str], i
 
 
 CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
-    "one": (1, "gemma2", {}, {}),
     "fsdp2": (2, "qwen3", {}, {"optimizer": {"name": "sgd", "momentum": 0.9, "eps": None}}),
     "fsdp2-unreached": (2, UNREACHED, {}, {}),
     "ep2": (2, "qwen3_moe", {"ep_size": 2}, {}),
     "tp2": (2, "phi3", {"tp_size": 2}, {}),
-    "bf16-weights": (2, "llama", {}, {"model": {"dtype": "bfloat16"}, "training": {"precision": "bf16"}}),
+    "one-bf16-weights": (1, "gemma2", {}, {"model": {"dtype": "bfloat16"}, "training": {"precision": "bf16"}}),
 }
 
 
