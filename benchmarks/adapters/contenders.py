@@ -1,7 +1,7 @@
 """Each contender in a process of its own: `python -m benchmarks.adapters.contenders NAME METHOD KEPT FOLDER STEPS WORK`.
 
 METHOD is `full`, `lora` or `qlora` (NF4 with double quantisation). KEPT says what the forward keeps for the backward: `all`, or
-less of it by `selective` or `full` activation checkpointing. The rest is as in benchmarks/sft/contenders.py.
+less of it by `selective` (meshtune alone) or `full` activation checkpointing. The rest is as in benchmarks/sft/contenders.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ def trl(method: str, kept: str, folder: Path, steps: int, work: Work, **mode: An
     """TRL's SFTTrainer with PEFT's LoraConfig; quantised by bitsandbytes through transformers."""
     if kept != "all":
         mode = {**mode, "gradient_checkpointing": True}
-        if kept == "selective":
-            mode["gradient_checkpointing_kwargs"] = {"selective": True}
     more: dict[str, Any] = {}
     if method != "full":
         from peft import LoraConfig

@@ -148,6 +148,9 @@ def write_config(folder: Path, config: LoraConfig, base: str, revision: str | No
     written.base_model_name_or_path, written.revision = base, revision
     written.inference_mode, written.task_type = True, "CAUSAL_LM"
     written.init_lora_weights = True
+    for key in ("target_modules", "exclude_modules"):
+        if isinstance(names := getattr(written, key), set):  # in an order of their own in every process
+            setattr(written, key, sorted(names))
     written.save_pretrained(str(folder))
 
 
