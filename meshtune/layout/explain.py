@@ -45,8 +45,10 @@ def placed(
     plan: Plan,
     parameters: Iterable[tuple[str, tuple[int, ...], int]],
     stage_of: Callable[[str], str] = lambda name: "",
+    trained: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[Placed]:
-    """For each (name, shape, bytes of an element) of a model. `stage_of` tells the pipeline stages that hold a parameter."""
+    """For each (name, shape, bytes of an element) of a model. `stage_of` tells the pipeline stages that hold a parameter,
+    `trained` whether it gets a gradient."""
     experts = (
         {name: (found, cut) for found in plan.experts for name, cut in found.cuts().items()} if layout.ep > 1 else {}
     )
@@ -72,9 +74,8 @@ def placed(
             placement[view] = "Shard(0)"
         partial = (name in plan.shared or (layout.sequence_parallel and name.startswith(inside))) and "tp" in placement
         partial = partial and placement["tp"] == "Replicate"
-        yield Placed(
-            name, tuple(shape), placement, tuple(local), math.prod(local) * width, _reduction(layout, view, partial)
-        )
+        reduction = _reduction(layout, view, partial) if trained(name) else "none, it is frozen"
+        yield Placed(name, tuple(shape), placement, tuple(local), math.prod(local) * width, reduction)
 
 
 def _reduction(layout: Layout, view: str, partial: bool) -> str:

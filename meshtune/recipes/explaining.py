@@ -34,7 +34,8 @@ class Explained:
         lines = [*drawing(self.layout), "", *self.notes]
         alike: dict[tuple[Any, ...], list[Placed]] = {}
         for found in self.parameters:
-            key = (re.sub(r"\.\d+\.", ".*.", found.name), found.shape, str(found.placement), found.local_shape)
+            pattern = re.sub(r"\.\d+\.", ".*.", found.name)
+            key = (pattern, found.shape, str(found.placement), found.local_shape, found.reduction)
             alike.setdefault(key, []).append(found)
         for (pattern, *_), members in alike.items():
             first = members[0]
@@ -68,15 +69,19 @@ def explained(recipe: Recipe, world_size: int) -> Explained:
     plan = quantizing.put(model, recipe, declare(model, found, layout), layout, adapter, quantised)
     float8 = precision.chosen(recipe, torch.device("cpu"), model, plan, layout)
     sizes = [(name, tuple(p.shape), p.element_size()) for name, p in model.named_parameters()]
+    learning = adapting.trained(model, recipe.model)
     holders = stage_holders(model, plan, layout, recipe.distributed.pp_schedule or "1f1b")
 
     def stage_of(name: str) -> str:
         return "rank " + " and ".join(map(str, holders[name])) + (", tied" if len(holders[name]) > 1 else "")
 
+    def trained(name: str) -> bool:
+        return learning is None or name in learning.names
+
     notes = [*(found.notes() if found else []), *(adapter.lines() if adapter is not None else [])]
     notes += quantised.lines if quantised is not None else ()
     notes += [f"fp8: {float8.summary()}"] if float8 is not None else ()
-    return Explained(layout, list(placed(layout, plan, sizes, stage_of)), notes)
+    return Explained(layout, list(placed(layout, plan, sizes, stage_of, trained)), notes)
 
 
 def stage_holders(model: PreTrainedModel, plan: Plan, layout: Layout, schedule: str) -> dict[str, tuple[int, ...]]:

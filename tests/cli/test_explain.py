@@ -42,6 +42,15 @@ def test_json_holds_the_same(meshtune: Command, recipe: Path) -> None:
     assert len(by_name) == 2 * 13 + 3
 
 
+def test_what_is_frozen_has_no_gradient(meshtune: Command, recipe: Path) -> None:
+    said = meshtune("explain", recipe, "model.freeze=[model.layers.0]", "--world", "2", "--json")
+    found = {p["name"]: p["reduction"] for p in json.loads(said.out)["parameters"]}
+    assert found["model.layers.0.mlp.down_proj.weight"] == "none, it is frozen"
+    assert found["model.layers.1.mlp.down_proj.weight"] == "reduce-scatter over fsdp 2"
+    lines = meshtune("explain", recipe, "model.freeze=[model.layers.0]", "--world", "2").out
+    assert "model.layers.0.mlp.down_proj.weight  32 x 48" in lines
+
+
 def test_no_weight_is_read(meshtune: Command, tmp_path: Path, recipe: Path) -> None:
     model = save_model(tmp_path / "model", "mixtral", make_tokenizer())
     (model / "model.safetensors").unlink()
