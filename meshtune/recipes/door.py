@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from meshtune.config import from_mapping, load
 from meshtune.errors import RecipeError
+from meshtune.models.adapters.view import Adapter, adapter_of
 from meshtune.models.gathering import whole_tensors
 from meshtune.models.section import ModelSection
 from meshtune.models.source import resolve
@@ -66,17 +67,22 @@ class Trainable(PreTrainedModel):
 
     def train(self, mode: bool | Mapping[str, Any] | Recipe = True) -> Any:
         """With a bool or nothing: training mode, as in every `nn.Module`. With a mapping or a `Recipe`: train, from the
-        weights that the model has now; it has the trained ones afterwards. Returns a RunResult."""
+        weights that the model has now; it has the trained ones afterwards, or, by a recipe with `peft`, the adapter beside its
+        own. Returns a RunResult."""
         if isinstance(mode, bool):
             return super().train(mode)
         recipe = self._recipe(mode)
-        if recipe.peft is not None:
+        if getattr(self, "peft_config", None):
             raise RecipeError(
-                "peft: an adapter stands beside a model's weights, which train(recipe) of a model changes; train it with "
-                "meshtune.train(recipe), then load its folder with PEFT, or merge it: meshtune export RUN --merge"
+                "this model has an adapter already, and train(recipe) starts from a bare one; go on from the adapter's folder "
+                "with peft.adapter and a model that was loaded anew, or merge it: meshtune export RUN --merge"
             )
         result, trained = run(recipe, self.device.type, weights=self.state_dict())
-        _copy_weights(trained.model, self)
+        adapter = adapter_of(trained.model)
+        if adapter is None:
+            _copy_weights(trained.model, self)
+        else:
+            _put_adapter(trained.model, adapter, self)
         return result
 
     def _recipe(self, given: Mapping[str, Any] | Recipe) -> Recipe:
@@ -108,3 +114,13 @@ def _copy_weights(trained: PreTrainedModel, model: PreTrainedModel) -> None:
             own[name].copy_(tensor)
     for tensor in own.values():
         dist.broadcast(tensor, src=0)
+
+
+def _put_adapter(trained: PreTrainedModel, adapter: Adapter, model: Any) -> None:
+    """Every rank's `model` gets the adapter that the ranks have trained together, as transformers loads one."""
+    from meshtune.models.adapters.writing import in_files, whole_adapter
+
+    found = [in_files(whole_adapter(trained, adapter), adapter.config)]
+    dist.broadcast_object_list(found, src=0)
+    tensors, config = found[0]
+    model.load_adapter(peft_config=config, adapter_state_dict=tensors, is_trainable=True)

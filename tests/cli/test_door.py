@@ -54,6 +54,27 @@ def test_a_second_train_goes_on_from_the_weights_that_the_model_has(tiny: Path) 
     assert losses[1][0] < losses[0][0]
 
 
+@pytest.mark.parametrize("init", ["default", "pissa"])
+def test_train_with_peft_puts_the_adapter_into_the_model(tiny: Path, init: str) -> None:
+    from peft import PeftModel
+
+    model = AutoModelForCausalLM.from_pretrained("tiny", device="cpu", dtype="float32")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    peft = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": init}
+    result = model.train({**settings(), "peft": peft})
+    ids = torch.tensor([[5, 9, 3, 7]])
+    bare = AutoModelForCausalLM.from_pretrained("tiny", dtype="float32").eval()
+    with torch.no_grad():
+        own, without = model.eval()(ids).logits, bare(ids).logits
+        exported = PeftModel.from_pretrained(bare, str(result.export)).eval()(ids).logits
+    assert (own - without).abs().max() > 1e-4, "the adapter has learnt something"
+    torch.testing.assert_close(own, exported, rtol=1e-5, atol=1e-5)
+    after = {name.replace(".base_layer", ""): tensor for name, tensor in model.state_dict().items()}
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    with pytest.raises(RecipeError, match="has an adapter already"):
+        model.train(settings())
+
+
 def test_train_keeps_its_meaning_with_a_bool_or_nothing(tiny: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained("tiny")
     assert model.train(False).training is False

@@ -47,14 +47,29 @@ def export_adapter(
     """
     tensors: dict[str, Tensor] = {}
     with OnWriter(folder) as writer:
-        for state in whole_tensors(model, set(model.state_dict()) - set(own_tensors(model, adapter))):
-            tensors.update(state)
+        tensors = whole_adapter(model, adapter)
         writer.do(lambda: _write(tensors, adapter.config, source, tokenizer, folder, dtype))
     return [
         name.partition(".lora_")[0]
         for name, tensor in tensors.items()
         if _BEGINS_AS_ZEROS.search(name) and not tensor.any()
     ]
+
+
+def whole_adapter(model: nn.Module, adapter: Adapter) -> dict[str, Tensor]:
+    """Whole tensors of the adapter in a (sharded) `model`, by the names that they have there. Every rank calls it; rank 0 gets
+    them, the others none."""
+    found: dict[str, Tensor] = {}
+    for state in whole_tensors(model, set(model.state_dict()) - set(own_tensors(model, adapter))):
+        found.update(state)
+    return found
+
+
+def in_files(tensors: Mapping[str, Tensor], config: LoraConfig) -> tuple[dict[str, Tensor], LoraConfig]:
+    """What `whole_adapter` gave, by the names and with the config of PEFT's files."""
+    if any(name.endswith(_BEGINNING) for name in tensors):
+        tensors, config = of_the_weights(tensors, config)
+    return {files.file_name(name): tensor for name, tensor in tensors.items()}, config
 
 
 def own_tensors(model: nn.Module, adapter: Adapter) -> list[str]:
@@ -78,10 +93,9 @@ def _write(
     folder: Path,
     dtype: torch.dtype | None,
 ) -> None:
-    if any(name.endswith(_BEGINNING) for name in tensors):
-        tensors, config = of_the_weights(tensors, config)
+    named, config = in_files(tensors, config)
+    named = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in named.items()}
     beside = empty_beside(folder)
-    named = {files.file_name(name): tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in tensors.items()}
     save_file(named, beside / files.WEIGHTS, metadata={"format": "pt"})
     safetensors_header(beside / files.WEIGHTS)  # a full disk may cut a file without an error
     local = Path(source.location).is_dir()
@@ -101,6 +115,7 @@ def of_the_weights(tensors: Mapping[str, Tensor], config: LoraConfig) -> tuple[d
         is_first = ".lora_A." in name
         joined[_trained_name(name)] = torch.cat([now, began if is_first else -began], 0 if is_first else 1)
     doubled = copy.deepcopy(config)
+    doubled.init_lora_weights = True  # or PEFT takes it out of the weights once more
     share = math.sqrt(2) if config.use_rslora else 2  # so that the scale, alpha / sqrt(r) or alpha / r, stays
     doubled.r, doubled.lora_alpha = 2 * config.r, share * config.lora_alpha  # type: ignore[assignment]
     ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
