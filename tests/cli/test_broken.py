@@ -39,7 +39,7 @@ def assert_refused(said: Said, run: Path, *parts: str) -> None:
         ("max_steps: 3", "max_steps: ten", ["recipe.yaml:7: training.max_steps", "ten", "an integer"]),
         ("max_steps: 3", "max_steps: 0", ["recipe.yaml:7: training.max_steps", "greater than 0"]),
         ("learning_rate: 1e-3", "learning_rate: -1", ["training.learning_rate", "greater than or equal to 0"]),
-        ("precision: fp32", "precision: fp8", ["training.precision", "fp8", "bf16"]),
+        ("precision: fp32", "precision: fp7", ["training.precision", "fp7", "bf16"]),
         (
             "precision: fp32",
             "precision: fp32\n  precision: bf16",
@@ -106,7 +106,7 @@ def test_recipe(meshtune: Command, recipe: Path, tmp_path: Path, old: str, new: 
 
 
 def test_every_problem_is_told_at_once(meshtune: Command, recipe: Path, tmp_path: Path) -> None:
-    text = recipe.read_text(encoding="utf-8").replace("max_steps: 3", "max_step: 3").replace("fp32", "fp8")
+    text = recipe.read_text(encoding="utf-8").replace("max_steps: 3", "max_step: 3").replace("fp32", "fp7")
     recipe.write_text(text, encoding="utf-8")
     said = meshtune("train", recipe, "optimiser.name=sgd", "data.packing=perhaps")
     assert_refused(said, tmp_path / "run", "training.max_step", "training.precision", "optimiser", "data.packing")
