@@ -32,7 +32,7 @@ def test_verify_tells_of_each_layout_and_writes_json(meshtune: Command, recipe: 
 
 
 def broken(*arguments: Any) -> Outcome:
-    with patch("meshtune.optim.section.ADAMW_BETAS", (0.5, 0.5 if os.environ["WORLD_SIZE"] == "2" else 0.9)):
+    with patch("meshtune.optim.methods.ADAMW_BETAS", (0.5, 0.5 if os.environ["WORLD_SIZE"] == "2" else 0.9)):
         return run(*arguments)
 
 
