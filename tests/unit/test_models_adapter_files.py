@@ -195,14 +195,14 @@ def test_what_is_no_adapters_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_an_adapter_of_what_it_left_of_the_weights_is_written_as_one_of_the_weights(rslora: bool) -> None:
-    """PiSSA and OLoRA: whoever loads the file has the weights themselves."""
+    """PiSSA and OLoRA: whoever loads the file has the weights themselves. An embedding begins as ever, beside such layers."""
     from peft import LoraConfig
 
     model = tiny_model("llama")
     config: dict[str, Any] = {
         "r": 2,
         "lora_alpha": 3,
-        "target_modules": ["q_proj", "o_proj"],
+        "target_modules": ["q_proj", "o_proj", "embed_tokens"],
         "rank_pattern": {"o_proj": 3},
         "alpha_pattern": {"layers.0.self_attn.q_proj": 5},
         "use_rslora": rslora,
@@ -210,7 +210,9 @@ def test_an_adapter_of_what_it_left_of_the_weights_is_written_as_one_of_the_weig
     wrapped, _ = _wrapped(copy.deepcopy(model), **config)
     tensors = _adapter(wrapped)
     began = {
-        name.removesuffix("weight") + "initial": torch.randn(t.shape) for name, t in tensors.items() if "lora" in name
+        name.removesuffix("weight") + "initial": torch.randn(t.shape)
+        for name, t in tensors.items()
+        if name.endswith(("lora_A.default.weight", "lora_B.default.weight"))
     }
     wanted = Merging([Part("it", changes(wrapped, {**tensors, **began}))], {})(model.state_dict(), torch.float32)
     joined, doubled = of_the_weights({**tensors, **began}, LoraConfig(**config))

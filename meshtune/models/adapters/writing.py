@@ -108,8 +108,13 @@ def _write(
 
 def of_the_weights(tensors: Mapping[str, Tensor], config: LoraConfig) -> tuple[dict[str, Tensor], LoraConfig]:
     """An adapter of what its beginning left of the weights, as one of the weights themselves:
-    W - s B0 A0 + s B A is W + s [B -B0] [A; A0]."""
+    W - s B0 A0 + s B A is W + s [B -B0] [A; A0]. That of an embedding, which begins as ever, is filled up with zeros: the config
+    has one rank for all."""
     joined = dict(tensors)
+    for name in [name for name in tensors if ".lora_embedding_" in name]:
+        joined[name] = torch.cat(
+            [joined[name], torch.zeros_like(joined[name])], 0 if ".lora_embedding_A." in name else 1
+        )
     for name in [name for name in tensors if name.endswith(_BEGINNING)]:
         now, began = joined[_trained_name(name)], joined.pop(name)
         is_first = ".lora_A." in name
