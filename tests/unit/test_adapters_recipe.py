@@ -72,14 +72,6 @@ def test_frozen_bfloat16_is_computed_with_in_float32_where_it_is_widened() -> No
             recipe(**sections, **others)
 
 
-def test_a_model_that_trains_itself_takes_no_adapter(tmp_path: Path) -> None:
-    from meshtune import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(str(save_tiny("llama", tmp_path)))
-    with pytest.raises(RecipeError, match="peft: an adapter stands beside a model's weights"):
-        model.train({"peft": {}, "data": {"train_path": "rows.jsonl"}, "training": {"learning_rate": 1e-4}})  # type: ignore[arg-type]
-
-
 def test_tokens_are_named_by_id_or_text() -> None:
     source, model = tiny_source("llama"), bare("llama")
     rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
