@@ -21,6 +21,11 @@ class ModelSection(Section):
     tokenizer: str | None = Field(
         None, description="Hub id or folder of the tokenizer, where it is not beside the model."
     )
+    add_tokens: list[str] | None = Field(
+        None,
+        description="Tokens that the tokenizer gets beside its own, for rows that the embedding has to spare. They are exported "
+        "with it.",
+    )
     weights: Literal["pretrained", "random"] = Field(
         "pretrained",
         description="`pretrained` loads the checkpoint; `random` initialises from the config alone, "

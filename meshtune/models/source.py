@@ -102,7 +102,19 @@ def resolve(section: ModelSection, quantization: QuantizationSection | None = No
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer. Raises ModelError if there is none."""
+    """The model's own tokenizer, with the tokens that the recipe adds. Raises ModelError if there is none."""
+    tokenizer = _own_tokenizer(section)
+    if section.add_tokens:
+        known = tokenizer.get_vocab()
+        if there := [token for token in section.add_tokens if token in known]:
+            raise ModelError(
+                f"model.add_tokens: the tokenizer has {', '.join(map(repr, there))} already; leave them out"
+            )
+        tokenizer.add_tokens(section.add_tokens)
+    return tokenizer
+
+
+def _own_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     location, gguf_file = _locate(section)
     extra = {"gguf_file": gguf_file} if gguf_file and not section.tokenizer else {}
     name = os.path.expanduser(section.tokenizer) if section.tokenizer else location
@@ -249,8 +261,9 @@ def _refuse_pickles(folder: Path) -> None:
         )
 
 
-def safetensors_header(file: Path) -> dict[str, Any]:
-    """Tensor name to its dtype, shape and offsets. Raises ModelError if the file is shorter or longer than it says."""
+def safetensors_header(file: Path, key: str = "model.name") -> dict[str, Any]:
+    """Tensor name to its dtype, shape and offsets. Raises ModelError if the file, which the recipe names by `key`, is shorter or
+    longer than it says."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
@@ -259,12 +272,12 @@ def safetensors_header(file: Path) -> dict[str, Any]:
                 raise ValueError(f"its header should be {length:,} bytes long, but the file has {size:,}")
             header = json.loads(stream.read(length))
     except (struct.error, ValueError) as error:
-        raise ModelError(f"model.name: {file} is truncated or not a safetensors file: {error}") from error
+        raise ModelError(f"{key}: {file} is truncated or not a safetensors file: {error}") from error
     header.pop("__metadata__", None)
     end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if end != size:
         raise ModelError(
-            f"model.name: {file} is truncated or damaged: its header describes {end:,} bytes, but the file has {size:,}; "
+            f"{key}: {file} is truncated or damaged: its header describes {end:,} bytes, but the file has {size:,}; "
             "fetch it again"
         )
     return header

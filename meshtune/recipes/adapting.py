@@ -47,6 +47,14 @@ def problems(recipe: Recipe) -> Iterable[tuple[str, str]]:
     for key in ("trainable", "freeze"):
         if getattr(recipe.model, key, None) is not None:
             yield f"model.{key}", "has no effect beside peft, with which adapters train alone; use peft.modules_to_save"
+    section = recipe.peft
+    untrained = set(recipe.model.add_tokens or ()).difference(map(str, section.trainable_token_indices or ()))
+    if untrained and section.adapter is None and not section.modules_to_save:
+        yield (
+            "model.add_tokens",
+            f"{', '.join(map(repr, sorted(untrained)))} would keep a row of the embedding that nothing has trained; name them in "
+            "peft.trainable_token_indices, or the embedding in peft.modules_to_save",
+        )
     if recipe.distributed.strategy == "megatron_fsdp":
         yield "distributed.strategy", "megatron_fsdp does not hold frozen weights beside trained ones; fsdp2 and ddp do"
 
@@ -60,12 +68,15 @@ def choose(recipe: Recipe, source: Source, tokenizer: PreTrainedTokenizerBase | 
     if recipe.peft is None:
         return None
     from meshtune.models import hf
+    from meshtune.models.adapters import files
     from meshtune.models.adapters.inject import inject, require_peft
 
     require_peft()
     model = hf.build(source, "eager")
     chosen = _chosen(recipe.peft, source, model, tokenizer)
-    inject(model, recipe.peft, chosen.config)
+    adapter = inject(model, recipe.peft, chosen.config)
+    if recipe.peft.adapter is not None:
+        files.read_whole(model, adapter, files.find(recipe.peft.adapter))
     return chosen
 
 
@@ -107,7 +118,9 @@ def _token_ids(
     for item in asked:
         index = known.get(item) if isinstance(item, str) else item
         if index is None:
-            wrong.append(f"{item!r} is no token of the tokenizer; add it to the tokenizer, or name a token by its id")
+            wrong.append(
+                f"{item!r} is no token of the tokenizer; add it by model.add_tokens, or name a token by its id"
+            )
         elif not 0 <= index < rows:
             wrong.append(f"{item!r} (id {index}) has no row in the embedding, which has {rows}")
         elif index in found:

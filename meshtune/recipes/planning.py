@@ -73,7 +73,22 @@ def plan(recipe: Recipe, world_size: int, device_type: str = "cpu") -> Plan:
     layout.check(source.facts())
     optimizing.check_patterns(recipe, source)
     length = resolved_length(recipe, source)
-    return Plan(with_folder(recipe), layout, sizes, source, load_tokenizer(recipe.model), length)
+    tokenizer = load_tokenizer(recipe.model)
+    _check_rows(recipe, source, tokenizer)
+    return Plan(with_folder(recipe), layout, sizes, source, tokenizer, length)
+
+
+def _check_rows(recipe: Recipe, source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises RecipeError where the embedding has no rows for the tokens that the recipe adds."""
+    ids = {token: tokenizer.get_vocab()[token] for token in recipe.model.add_tokens or ()}
+    rows = vocabulary_of(source)
+    if without := [token for token, index in ids.items() if index >= rows]:
+        message = (
+            f"the embedding has {rows:,} rows, none of them for {', '.join(map(repr, without))}; make it larger first "
+            f"(model.resize_token_embeddings({max(ids.values()) + 1}) in transformers, then save_pretrained), and name that "
+            "folder in model.name"
+        )
+        raise RecipeError([Problem("model.add_tokens", message)])
 
 
 def _check_strategy(layout: Layout) -> None:
