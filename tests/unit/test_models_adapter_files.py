@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from meshtune.config import from_mapping
 from meshtune.errors import ModelError
 from meshtune.models import hf
 from meshtune.models.adapters import files
@@ -22,7 +23,9 @@ from meshtune.models.adapters.section import AdapterSection
 from meshtune.models.adapters.values import initialize_adapter
 from meshtune.models.adapters.view import Adapter, base_view, remember
 from meshtune.models.adapters.writing import export_adapter, of_the_weights
-from tests.unit.models_tiny import save_tiny, saved_source, tiny_model
+from meshtune.recipes import adapting
+from meshtune.recipes.recipe import Recipe
+from tests.unit.models_tiny import save_tiny, saved_source, tiny_model, tiny_source
 
 IDS = torch.randint(4, 90, (1, 9), generator=torch.Generator().manual_seed(3))
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -160,6 +163,31 @@ def test_a_file_with_other_names_is_refused_and_names_them(tmp_path: Path) -> No
     save_file({name: tensor for name, tensor in right.items() if "layers.0" not in name}, file)
     with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.q_proj\.lora_B\.weight is missing"):
         files.read(tmp_path, names)
+
+
+def test_a_file_that_does_not_fit_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    asked = from_mapping(
+        Recipe,
+        {
+            "model": {"name": "x/y"},
+            "data": {"train_path": "rows.jsonl"},
+            "training": {"learning_rate": 1e-4},
+            "peft": {"adapter": str(tmp_path)},
+        },
+    )
+    source, file = tiny_source("llama"), tmp_path / files.WEIGHTS
+    assert adapting.choose(asked, source) is not None
+    right = load_file(file)
+    save_file({name: tensor for name, tensor in right.items() if "layers.0" not in name}, file)
+    with pytest.raises(ModelError, match=r"peft.adapter: .* does not fit .*(?s:.*)lora_B\.weight is missing"):
+        adapting.choose(asked, source)
+    save_file({name: tensor[:, :2].contiguous() for name, tensor in right.items()}, file)
+    with pytest.raises(ModelError, match=r"peft.adapter: .* is of another model"):
+        adapting.choose(asked, source)
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(ModelError, match=r"^peft.adapter: .* is truncated"):
+        adapting.choose(asked, source)
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def read(
     Raises ModelError naming what is missing, and what is there and would be ignored.
     """
     file = folder / WEIGHTS
-    safetensors_header(file)
+    safetensors_header(file, "peft.adapter")
     stored = {f"{name}.weight" if name.endswith(_MAGNITUDE) else name: t for name, t in load_file(file).items()}
     wanted = {file_name(name): name for name in names}
     expected = wanted.keys() | set(map(file_name, known or ()))
