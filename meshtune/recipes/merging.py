@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -46,7 +48,7 @@ class Merge:
 
 
 def check(merge: Merge, recipe: Recipe) -> None:
-    """Raises RecipeError for what does not fit the run."""
+    """Raises RecipeError for what does not fit the run, ModelError for what is no adapter's folder."""
     count = (recipe.peft is not None) + len(merge.adapters)
     if not count:
         raise RecipeError(
@@ -59,6 +61,21 @@ def check(merge: Merge, recipe: Recipe) -> None:
         )
     if merge.base is not None and recipe.quantization is None:
         raise RecipeError(f"--base {merge.base}: the run's weights were not quantised; leave it out")
+    from meshtune.models.adapters.inject import require_peft
+
+    require_peft()
+    for name in merge.adapters:
+        with _named_on_the_command_line():
+            files.read_config(files.find(name))
+
+
+@contextmanager
+def _named_on_the_command_line() -> Iterator[None]:
+    """What is wrong with a recipe's `peft.adapter` is wrong here with `--adapter`."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(str(error).replace("peft.adapter:", "--adapter:", 1)) from error
 
 
 def check_base(merge: Merge, source: Source) -> None:
@@ -73,15 +90,21 @@ def merged(
     """The model without adapters, whole on the CPU, and what is to be done to it on its way into files."""
     trained_with = adapting.held(source, recipe, compute_dtype(found.manifest["precision"]))
     quantised = recipe.quantization is not None and merge.base != "original"
-    model, values = _base(recipe, source, trained_with, tokenizer, found, quantised)
     weights = merge.weights or (1.0,) * (1 + len(merge.adapters))
-    parts = []
+    parts, others = [], []
     if recipe.peft is not None:
         wrapped, adapter = own_adapter(recipe, source, tokenizer, found)
         tensors = dict(_tensors(wrapped, adapter))
         parts.append(Part(str(found.path), changes(wrapped, tensors, trained_with.master_dtype), weights[0]))
     for name in merge.adapters:
-        parts.append(Part(name, _of_folder(name, source, model), weights[len(parts)]))
+        with _named_on_the_command_line():
+            folder, adapter, made = _of_folder(name, source)
+        others.append((folder, adapter))
+        parts.append(Part(name, made, weights[len(parts)]))
+    model, values = _base(recipe, source, trained_with, tokenizer, found, quantised)
+    for folder, adapter in others:
+        with _named_on_the_command_line():
+            files.check_base({inner: model.get_submodule(path) for path, inner in adapter.inner.items()}, folder)
     base = {"model": source.name, "revision": source.section.revision, "weights": values}
     return model, Merging(parts, base)
 
@@ -125,13 +148,12 @@ def _tensors(model: nn.Module, adapter: Adapter) -> Iterator[tuple[str, Tensor]]
             yield name, tensor.detach()
 
 
-def _of_folder(name: str, source: Source, base: PreTrainedModel) -> Mapping[str, Change]:
+def _of_folder(name: str, source: Source) -> tuple[Path, Adapter, Mapping[str, Change]]:
     folder = files.find(name)
     section = AdapterSection(adapter=name)
     wrapped, adapter = _wrapped(source, section, adapting.Chosen(files.read_config(folder)))
     tensors = files.read_whole(wrapped, adapter, folder)
-    files.check_base({inner: base.get_submodule(path) for path, inner in adapter.inner.items()}, folder)
-    return changes(wrapped, tensors)
+    return folder, adapter, changes(wrapped, tensors)
 
 
 def _base(

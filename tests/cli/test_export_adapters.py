@@ -138,7 +138,7 @@ def test_a_run_goes_on_from_an_adapter(meshtune: Command, adapted: Path, things:
         (["--adapter", "x"], "--adapter has no effect without --merge"),
         (["--merge", "--weight", 1, "--weight", 1], "--weight: 2 given for 1 adapters"),
         (["--merge", "--base", "original"], "--base original: the run's weights were not quantised"),
-        (["--merge", "--adapter", "no/such/folder"], "there is no adapter no/such/folder"),
+        (["--merge", "--adapter", "no/such/folder"], "--adapter: there is no adapter no/such/folder"),
     ],
 )
 def test_what_cannot_be_merged(

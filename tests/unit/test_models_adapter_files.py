@@ -23,7 +23,7 @@ from meshtune.models.adapters.section import AdapterSection
 from meshtune.models.adapters.values import initialize_adapter
 from meshtune.models.adapters.view import Adapter, base_view, remember
 from meshtune.models.adapters.writing import export_adapter, of_the_weights
-from meshtune.recipes import adapting
+from meshtune.recipes import adapting, merging
 from meshtune.recipes.recipe import Recipe
 from tests.unit.models_tiny import save_tiny, saved_source, tiny_model, tiny_source
 
@@ -219,6 +219,12 @@ def test_what_is_no_adapters_folder(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.bin").touch()
     with pytest.raises(ModelError, match="pickle"):
         files.find(str(tmp_path))
+    asked = from_mapping(
+        Recipe,
+        {"model": {"name": "x/y"}, "data": {"train_path": "rows.jsonl"}, "training": {"learning_rate": 1e-4}},
+    )
+    with pytest.raises(ModelError, match=r"^--adapter: .* pickle"):  # before anything of the run is read
+        merging.check(merging.Merge((str(tmp_path),)), asked)
 
 
 @pytest.mark.parametrize("rslora", [False, True])
