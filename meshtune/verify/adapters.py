@@ -46,19 +46,25 @@ def made_small(recipe: Recipe, source: Source, folder: str) -> AdapterSection | 
     targets = {"target_modules": _there(layers, names), "target_parameters": _there(parameters, tensors)}
     if not any(targets.values()):
         raise RecipeError("peft: has no layer of a kind that the model made small has; verify it without peft")
-    config, tokens = chosen.config, recipe.peft.trainable_token_indices or []
+    config, tokens = chosen.config, _tokens(chosen.config.trainable_token_indices)
     changes = {
         **targets,
+        "target_modules": targets["target_modules"] or [],  # nothing written would be every linear layer
         "r": min(config.r, _RANK),
         "alpha": float(config.lora_alpha) * min(config.r, _RANK) / config.r,
         "use_rslora": config.use_rslora or None,
         "use_dora": config.use_dora or None,
         "modules_to_save": _there(saved, names),
-        "trainable_token_indices": list(range(len(tokens)))[: int(small.config.get_text_config().vocab_size)] or None,
+        "trainable_token_indices": list(range(min(tokens, int(small.config.get_text_config().vocab_size)))) or None,
         **dict.fromkeys(("adapter", "exclude_modules", "rank_pattern", "alpha_pattern", "dropout")),
         "dtype": "float32",
     }
     return recipe.peft.model_copy(update=changes)
+
+
+def _tokens(named: list[int] | dict[str, list[int]] | None) -> int:
+    """How many tokens PEFT's config names, which may do so for each module."""
+    return max(map(len, named.values()), default=0) if isinstance(named, dict) else len(named or ())
 
 
 def _stacked(wrapper: Any) -> Iterable[str]:
