@@ -20,10 +20,11 @@ from meshtune.errors import ModelError
 from meshtune.models import hub
 from meshtune.models.adapters.merging import MERGED, Merging
 from meshtune.models.gathering import whole_tensors
+from meshtune.models.headers import safetensors_header, stored_dtypes
 from meshtune.models.naming import CheckpointNames
 from meshtune.models.quantization.loading import dequantised_state
 from meshtune.models.shards import Shards, write_json
-from meshtune.models.source import Source, safetensors_header, stored_dtypes
+from meshtune.models.source import Source
 from meshtune.models.writing import OnWriter, empty_beside, replace
 
 _MAX_SHARD_BYTES = 5 * 1000**3
@@ -49,7 +50,7 @@ def export(
     The folder appears only when it is complete, in place of what stood there. Without `merging` the live model is not changed.
     Raises OSError on every rank if rank 0 cannot write.
     """
-    stored = stored_dtypes(source)
+    stored = stored_dtypes(source.files)
     names = CheckpointNames(_whole_on_meta(model), stored)
     chosen = dtype or (None if source.section.dtype == "auto" else source.export_dtype)
     untied = set() if merging is None else merging.untied(model)

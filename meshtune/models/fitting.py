@@ -18,9 +18,10 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from meshtune.errors import ModelError
+from meshtune.models.headers import safetensors_header
 from meshtune.models.naming import Renaming
 from meshtune.models.quantization.stored import beside_weights
-from meshtune.models.source import Source, safetensors_header
+from meshtune.models.source import Source
 
 _SHOWN = 20
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import struct
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +24,9 @@ from transformers.models.auto.auto_factory import _get_model_class
 from meshtune.config.inside import inside
 from meshtune.errors import ModelError
 from meshtune.models import hub
+from meshtune.models.headers import checkpoint_dtype, safetensors_header
 from meshtune.models.quantization.section import QuantizationSection
-from meshtune.models.quantization.stored import beside_weights, check_form
+from meshtune.models.quantization.stored import check_form
 from meshtune.models.section import ModelSection
 
 _INDEX = "model.safetensors.index.json"
@@ -97,7 +95,7 @@ def resolve(section: ModelSection, quantization: QuantizationSection | None = No
     _check_quantized(section, config, quantization)
     model_class, config = _model_class(section, location, config)
     files = [] if section.weights == "random" else weight_files(section, location, config, model_class, gguf_file)
-    dtype = _checkpoint_dtype(files) or getattr(config, "dtype", None) or torch.float32
+    dtype = checkpoint_dtype(files) or getattr(config, "dtype", None) or torch.float32
     return Source(section, location, config, model_class, files, gguf_file, dtype)
 
 
@@ -259,55 +257,3 @@ def _refuse_pickles(folder: Path) -> None:
             "can run anything; if you trust it, convert it: "
             f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(...)"
         )
-
-
-def safetensors_header(file: Path, key: str = "model.name") -> dict[str, Any]:
-    """Tensor name to its dtype, shape and offsets. Raises ModelError if the file, which the recipe names by `key`, is shorter or
-    longer than it says."""
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > size:
-                raise ValueError(f"its header should be {length:,} bytes long, but the file has {size:,}")
-            header = json.loads(stream.read(length))
-    except (struct.error, ValueError) as error:
-        raise ModelError(f"{key}: {file} is truncated or not a safetensors file: {error}") from error
-    header.pop("__metadata__", None)
-    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if end != size:
-        raise ModelError(
-            f"{key}: {file} is truncated or damaged: its header describes {end:,} bytes, but the file has {size:,}; "
-            "fetch it again"
-        )
-    return header
-
-
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-def stored_dtypes(source: Source) -> dict[str, torch.dtype | None]:
-    """Every tensor of the checkpoint's safetensors files, and its dtype there if it is a floating one. What stands beside a
-    quantised weight is a part of it."""
-    found = {
-        name: _DTYPES.get(entry["dtype"])
-        for file in source.files
-        if file.endswith(".safetensors")
-        for name, entry in safetensors_header(Path(file)).items()
-    }
-    parts = {name for beside in beside_weights(found).values() for name in beside.values()}
-    return {name: dtype for name, dtype in found.items() if name not in parts}
-
-
-def _checkpoint_dtype(files: list[str]) -> torch.dtype | None:
-    """The floating dtype that most of the checkpoint's elements have, or None."""
-    elements: Counter[torch.dtype] = Counter()
-    headers = {
-        n: e for file in files if file.endswith(".safetensors") for n, e in safetensors_header(Path(file)).items()
-    }
-    parts = {name for beside in beside_weights(headers).values() for name in beside.values()}
-    for name, entry in headers.items():
-        if entry["dtype"] in _DTYPES and name not in parts:
-            dtype = _DTYPES[entry["dtype"]]
-            elements[dtype] += math.prod(entry["shape"])
-    return max(elements, key=elements.__getitem__, default=None)

@@ -19,8 +19,9 @@ from meshtune.models.adapters import files
 from meshtune.models.adapters.merging import Change, Merging, Part, changes
 from meshtune.models.adapters.section import AdapterSection
 from meshtune.models.adapters.view import Adapter, kept_of
+from meshtune.models.headers import stored_dtypes
 from meshtune.models.initialize import initialize
-from meshtune.models.source import Source, stored_dtypes
+from meshtune.models.source import Source
 from meshtune.observe import compute_dtype
 from meshtune.recipes import adapting, quantizing
 
@@ -198,7 +199,7 @@ def _quantise(model: PreTrainedModel, recipe: Recipe, source: Source, tokenizer:
 
 def _widest(source: Source) -> torch.dtype:
     """A dtype that holds every weight of the checkpoint as it is; of one that the recipe rounds, what it is rounded to."""
-    stored = {dtype for dtype in stored_dtypes(source).values() if dtype is not None}
+    stored = {dtype for dtype in stored_dtypes(source.files).values() if dtype is not None}
     if source.section.dtype != "auto" or len(stored) < 2:
         return source.export_dtype
     return torch.float32

@@ -16,11 +16,12 @@ from meshtune.errors import ModelError
 from meshtune.models import hf
 from meshtune.models.export import export
 from meshtune.models.fitting import quantised_in_checkpoint
+from meshtune.models.headers import stored_dtypes
 from meshtune.models.quantization.choosing import choose, quantise
 from meshtune.models.quantization.loading import quantised_layers
 from meshtune.models.quantization.section import QuantizationSection
 from meshtune.models.section import ModelSection
-from meshtune.models.source import resolve, stored_dtypes
+from meshtune.models.source import resolve
 from tests.unit.models_tiny import save_tiny
 
 CPU = torch.device("cpu")
@@ -53,7 +54,7 @@ def test_quantised_weights_are_taken_as_they_are(form: str, tmp_path: Path) -> N
     asked, section = ModelSection(name=str(folder)), QuantizationSection(**section_values)
     source = resolve(asked, section)
     assert source.dtype == torch.bfloat16
-    assert stored_dtypes(source).keys() == {name for name, _ in theirs.named_parameters()}
+    assert stored_dtypes(source.files).keys() == {name for name, _ in theirs.named_parameters()}
     model = hf.build(source, "eager")
     layers = quantised_in_checkpoint(source, model)
     assert len(layers) == 12

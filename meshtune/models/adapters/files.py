@@ -20,8 +20,8 @@ from meshtune.errors import ModelError
 from meshtune.layout.pieces import aliases, named_pieces, piece_of, whole_shape
 from meshtune.models import hub
 from meshtune.models.adapters.view import Adapter
+from meshtune.models.headers import safetensors_header
 from meshtune.models.placing import local_of, own_slice
-from meshtune.models.source import safetensors_header
 
 if TYPE_CHECKING:
     from peft import LoraConfig

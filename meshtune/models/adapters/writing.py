@@ -18,7 +18,8 @@ from meshtune.layout.pieces import aliases
 from meshtune.models.adapters import files
 from meshtune.models.adapters.view import Adapter
 from meshtune.models.gathering import whole_tensors
-from meshtune.models.source import Source, safetensors_header
+from meshtune.models.headers import safetensors_header
+from meshtune.models.source import Source
 from meshtune.models.writing import OnWriter, empty_beside, replace
 
 if TYPE_CHECKING:
