@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from meshtune.errors import ModelError
 from meshtune.optim.composite import Composite
@@ -17,7 +17,7 @@ from meshtune.optim.groups import Rule
 from meshtune.optim.methods import METHODS, Method, adamw
 from meshtune.optim.parameter_groups import parameter_groups
 from meshtune.optim.rounding import Position
-from meshtune.optim.whole import WholeTensors
+from meshtune.optim.whole import WholeTensors, local_part
 
 if TYPE_CHECKING:
     from meshtune.optim.section import OptimizerSection
@@ -34,12 +34,15 @@ class Known:
         parts: of an optimizer that is two, which of them a trained parameter is for, by name.
         positions: what of each parameter this rank holds; left out, that is all of it.
         others: whether other ranks may train parameters where this one has none.
+        local: what of a tensor this rank has, without what a library lays around it to have it gathered in float8: the library's
+            optimizers end the process if a weight is that.
     """
 
     rules: Mapping[str, Rule] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
     positions: Mapping[nn.Parameter, Position] = field(default_factory=dict)
     others: bool = False
+    local: Callable[[Tensor], Tensor] = local_part
 
 
 def build(
@@ -84,7 +87,7 @@ def _whole(
 ) -> WholeTensors:
     positions = {p: known.positions.get(p) or _alone(name, p) for name, p in _named(groups)}
     make = partial(_make, section, method, learning_rate)
-    return WholeTensors(groups, learning_rate, make, method.scope or "tensors", positions, device, method)
+    return WholeTensors(groups, learning_rate, make, method.scope or "tensors", positions, device, method, known.local)
 
 
 def _make(

@@ -23,7 +23,7 @@ from meshtune.optim.methods import Method
 from meshtune.optim.regions import Held, Scope, Share, share_out
 from meshtune.optim.rounding import Position
 
-__all__ = ["WholeTensors"]
+__all__ = ["WholeTensors", "local_part"]
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -43,11 +43,13 @@ class WholeTensors(BareOptimizer):
         positions: Mapping[nn.Parameter, Position],
         device: torch.device,
         method: Method,
+        local: Callable[[Tensor], Tensor],
     ):
         """`make` gets a list of one group with one parameter; `method` says which numbers in it change, and how large
-        states are."""
+        states are; `local` gives what of a tensor this rank has."""
         super().__init__([{"lr": learning_rate, **group} for group in groups])
         self._device, self._scope, self._method, self._rank = device, scope, method, this_rank()
+        self._local = local
         self._parameters = {positions[p].name: p for group in groups for p in group["params"]}
         own = {
             name: Held(positions[p].shape, str(p.dtype), tuple(positions[p].boxes))
@@ -120,11 +122,11 @@ class WholeTensors(BareOptimizer):
         return weight
 
     def _weight(self, share: Share) -> Tensor:
-        return _local(self._parameters[share.region.name].detach())
+        return self._local(self._parameters[share.region.name].detach())
 
     def _gradient(self, share: Share) -> Tensor:
         parameter = self._parameters[share.region.name]
-        return torch.zeros_like(self._weight(share)) if parameter.grad is None else _local(parameter.grad)
+        return torch.zeros_like(self._weight(share)) if parameter.grad is None else self._local(parameter.grad)
 
     def kept(self) -> Iterator[StateTensor]:
         """The state of the regions that this rank owns."""
@@ -188,5 +190,6 @@ class _Message:
         return self._flat[start : self._read].view(like.shape)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """What of a tensor this rank has."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

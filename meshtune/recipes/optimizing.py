@@ -113,10 +113,10 @@ def say(setup: Setup) -> None:
 
 def build(recipe: Recipe, model: nn.Module, learning: Learning, layout: Layout) -> torch.optim.Optimizer:
     """The optimizer of this rank's part of the sharded `model`. Every rank must call it."""
-    from meshtune.models.placing import positions
+    from meshtune.models.placing import local_of, positions
     from meshtune.optim.build import Known
 
-    known = Known(learning.rules, learning.parts, positions(model), others=layout.size("pp") > 1)
+    known = Known(learning.rules, learning.parts, positions(model), others=layout.size("pp") > 1, local=local_of)
     return recipe.optimizer.build(model.named_modules(), recipe.training.learning_rate, known)
 
 

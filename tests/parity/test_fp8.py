@@ -97,6 +97,17 @@ def test_fp8_is_torchaos_own_conversion(
     assert all(kept == (set(names) if fp8.get("all_gather") else set()) for names, kept in layers)
 
 
+def test_a_weight_that_is_gathered_in_fp8_is_updated_whole(bench: Bench, model: Path) -> None:
+    """By an optimizer that needs all of what one rank has; its moments of so small weights are AdamW's, in float32."""
+    courses = []
+    for optimizer in ("adamw", "adamw_8bit"):
+        made = made_recipe(bench, model, {}, {"all_gather": True})
+        made["optimizer"]["name"] = optimizer
+        bench.train(1, made)
+        courses.append([step["loss"] for step in records(made, "loss")])
+    assert courses[1] == pytest.approx(courses[0], rel=SAME)
+
+
 @pytest.mark.parametrize(
     ("world_size", "distributed", "fp8"),
     [
