@@ -26,6 +26,7 @@ REST = "compensation"
 # Elements of a slice: on the CPU what its caches hold, elsewhere what is worth launching kernels for.
 _CPU_SLICE, _SLICE = 1 << 16, 1 << 23
 _TOGETHER = 64
+_COUNTER = "step"  # torch's name of the steps that a parameter has had, a tensor
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ class Sliced(torch.optim.Optimizer):
     def _step(self, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
         """Update one parameter. Returns its group as the optimizer has left it."""
         held = self.state[parameter]
-        constants = {key: value for key, value in held.items() if not _alike(value, parameter)}
-        moments = {key: _rows(value) for key, value in held.items() if _alike(value, parameter)}
+        constants = {key: value for key, value in held.items() if not _is_moment(key, value, parameter)}
+        moments = {key: _rows(value) for key, value in held.items() if _is_moment(key, value, parameter)}
         known = tuple(key for key in moments if key != REST)
         weights, gradients, after = _rows(parameter), _rows(parameter.grad), group
         for first, last in _slices(weights):
@@ -213,5 +214,6 @@ def _rows(tensor: Tensor | None) -> Tensor:
     return local.view(math.prod(local.shape[:-1]), local.shape[-1]) if local.ndim else local.view(1, 1)
 
 
-def _alike(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == parameter.shape
+def _is_moment(key: str, value: Any, parameter: Tensor) -> bool:
+    """Whether part of a state has a value for each of the parameter's: that of a weight without dimensions looks like a counter."""
+    return isinstance(value, Tensor) and key != _COUNTER and value.shape == parameter.shape

@@ -84,6 +84,23 @@ def test_kahan_has_the_weights_of_float32() -> None:
     assert torch.equal(join(held.detach(), rest), exact.detach())
 
 
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_weight_without_dimensions(name: str) -> None:
+    """Its moments look like the counter of steps."""
+    held, exact = (nn.Parameter(torch.tensor(1.5, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32))
+    makes: dict[str, Make] = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    }
+    optimizer = stepped(makes[name], "kahan", held, [torch.tensor(1.0)] * 4, whole(held))
+    plain = makes[name]([exact])
+    for _ in range(4):
+        exact.grad = torch.tensor(1.0)
+        plain.step()
+    assert held.item() == pytest.approx(exact.item(), rel=1e-2)
+    assert all(value.shape == () for value in optimizer.state[held].values())
+
+
 def parts(shape: tuple[int, ...]) -> Iterator[tuple[Callable[[Tensor], Tensor], Position]]:
     """Ways to lie on ranks: rows, stacked blocks of rows, columns, columns of a shard of rows."""
     rows, columns = shape[0], shape[-1]
