@@ -215,5 +215,5 @@ def _rows(tensor: Tensor | None) -> Tensor:
 
 
 def _is_moment(key: str, value: Any, parameter: Tensor) -> bool:
-    """Whether part of a state has a value for each of the parameter's: that of a weight without dimensions looks like a counter."""
+    """Whether part of a state has a value for each of the parameter's; of a weight without dimensions a counter looks alike."""
     return isinstance(value, Tensor) and key != _COUNTER and value.shape == parameter.shape
