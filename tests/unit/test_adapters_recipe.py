@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshtune.config import from_mapping
-from meshtune.errors import CheckpointError, RecipeError
+from meshtune.errors import CheckpointError, ModelError, RecipeError
 from meshtune.layout import Plan
 from meshtune.layout.pieces import Cut
 from meshtune.models import fingerprint
@@ -141,6 +141,21 @@ def test_rows_of_a_transposed_layer_and_of_experts() -> None:
     assert found.cuts[f"{experts}.base_layer.lora_B.default.weight"] == Cut("tp", 0, (6, 6))
     assert found.cuts[f"{experts}.lora_A.default.weight"] == Cut("tp", 1, (6,))
     assert f"{experts}.base_layer.lora_A.default.weight" in found.shared
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [({"use_dora": True}, "use_dora"), ({"init_lora_weights": "pissa"}, "init_lora_weights: pissa")],
+)
+def test_a_head_that_takes_trained_tokens_from_the_embedding_has_plain_lora_alone(
+    settings: dict[str, Any], key: str
+) -> None:
+    """Both need the head's weight itself, in the place of which PEFT has a layer of those tokens."""
+    model = bare("llama-tied")
+    section = AdapterSection(target_modules=["lm_head"], trainable_token_indices=[5], **settings)
+    config = config_of(section, find_targets(section, model, Facts()), model, [5])
+    with pytest.raises(ModelError, match=rf"peft\.{key} .*lm_head, .*trainable_token_indices"):
+        inject(model, section, config)
 
 
 def test_explain_shows_where_an_adapter_lies(tmp_path: Path) -> None:

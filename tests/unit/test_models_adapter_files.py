@@ -49,6 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "head": ("llama-tied", {"target_modules": ["q_proj", "lm_head"]}),
     "saved": ("llama-tied", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "model.norm"]}),
     "tokens": ("llama-tied", {"target_modules": ["q_proj"], "trainable_token_indices": [5, 9]}),
+    "head and tokens": ("llama-tied", {"target_modules": ["lm_head"], "trainable_token_indices": [5, 9]}),
 }
 
 

@@ -72,6 +72,7 @@ def inject(model: PreTrainedModel, section: AdapterSection, config: LoraConfig) 
 
     from meshtune.models.adapters.decomposition import check_beginning
     from meshtune.models.adapters.layers import use_own_layers
+    from meshtune.models.adapters.tokens import check_rows
 
     asked = copy.deepcopy(config)
     asked.init_lora_weights = True  # values come later; those that are made of weights, PEFT would want now
@@ -81,6 +82,7 @@ def inject(model: PreTrainedModel, section: AdapterSection, config: LoraConfig) 
             inject_adapter_in_model(asked, model)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ModelError(f"peft: {type(model).__name__} cannot have this adapter: {error}") from error
+    check_rows(model, str(config.init_lora_weights))
     check_beginning(model, str(config.init_lora_weights))
     use_own_layers(model)
     inner = dict(_inner_paths(model))

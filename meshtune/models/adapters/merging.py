@@ -84,6 +84,18 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class InTurn:
+    """What several changes do, one after another."""
+
+    changes: tuple[Change, ...]
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        for change in self.changes:
+            weight = change(weight)
+        return weight
+
+
+@dataclass(frozen=True)
 class Whole:
     """A tensor that was trained whole."""
 
@@ -197,10 +209,10 @@ def _of_layer(
         across, magnitude = bool(wrapper.fan_in_fan_out), _magnitude(path, tensors)
         began = [tensors.get(f"{path}.lora_{matrix}.{NAME}.initial") for matrix in "AB"]
         beginning = None if began[0] is None or began[1] is None else (began[0], began[1])
-        yield (
-            f"{bare}.weight",
-            LowRank(a, b, wrapper.scaling[NAME], across, magnitude=magnitude, began=beginning, held=held),
-        )
+        own: Change = LowRank(a, b, wrapper.scaling[NAME], across, magnitude=magnitude, began=beginning, held=held)
+        if isinstance(inner := wrapper.base_layer, TrainableTokensWrapper):  # of a head that is tied to the embedding
+            own = InTurn((_of_tokens(inner, f"{path}.base_layer", tensors), own))
+        yield f"{bare}.weight", own
     elif isinstance(wrapper, ModulesToSaveWrapper):
         for name, _ in wrapper.modules_to_save[NAME].named_parameters():
             yield f"{bare}.{name}", Whole(tensors[f"{path}.modules_to_save.{NAME}.{name}"])

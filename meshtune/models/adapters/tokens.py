@@ -11,10 +11,12 @@ from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 
+from meshtune.errors import ModelError
 from meshtune.layout import Layout
 from meshtune.layout.collectives import copy_to
 from meshtune.layout.pieces import piece_of
-from meshtune.models.adapters.variant import NAME
+from meshtune.models.adapters.decomposition import is_made_of_weights
+from meshtune.models.adapters.variant import NAME, lora_layers
 
 
 class TokenRows(TrainableTokensLayer):
@@ -75,6 +77,21 @@ class TokenRows(TrainableTokensLayer):
             found = torch.tensor(self.token_indices[NAME], device=device).sort()
             self._known = found.values, found.indices
         return self._known
+
+
+def check_rows(model: nn.Module, init: str) -> None:
+    """Raises ModelError naming a layer of `model`, with an adapter that begins as `init` says, whose weight that would need and
+    which has trained rows around it: a head that is tied to the embedding."""
+    for path, layer in lora_layers(model):
+        if not isinstance(layer.base_layer, TrainableTokensWrapper):
+            continue
+        dora = NAME in layer.lora_magnitude_vector
+        if dora or is_made_of_weights(init):
+            asked = "use_dora" if dora else f"init_lora_weights: {init}"
+            raise ModelError(
+                f"peft.{asked} does not go with {path}, which has the rows of peft.trainable_token_indices, too, since it is "
+                "tied to the embedding; leave that layer out, or one of the two keys"
+            )
 
 
 def use_own_rows(model: nn.Module) -> None:
