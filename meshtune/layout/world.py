@@ -127,6 +127,11 @@ def connect(device: str | None = None) -> World:
     return World(dist.get_rank(), dist.get_world_size(), local_rank, chosen)
 
 
+def own_device_type() -> str:
+    """What a run on this machine computes on, where nothing else is asked for."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def background_group() -> dist.ProcessGroup:
     """All ranks, over gloo: for a thread beside the training, whose messages must not meet those of the step."""
     return dist.new_group(backend="gloo")
@@ -141,9 +146,7 @@ def disconnect() -> None:
 
 
 def _device(device: str | None, local_rank: int) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
+    chosen = torch.device(device or own_device_type())
     if chosen.type == "cuda":
         if not torch.cuda.is_available():
             raise LayoutError(f"device {device} was asked for, but torch sees no GPU on this machine")

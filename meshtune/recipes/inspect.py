@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from meshtune.checkpoint.folder import Complete
+from meshtune.layout.world import own_device_type
 from meshtune.models import hf
 from meshtune.models.proofs import choose_attention
-from meshtune.recipes import adapting, optimizing, planning, quantizing, rounding
+from meshtune.recipes import adapting, optimizing, planning, precision, quantizing, rounding
 from meshtune.recipes.explaining import stage_holders
 from meshtune.recipes.folder import changes, continued, find_resume, resolved_recipe
 from meshtune.recipes.plans import declare, find_plan
@@ -23,7 +24,8 @@ def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
 
     recipe = planning.with_folder(recipe)
     resume = find_resume(recipe, Path(recipe.checkpoint.dir or ""))
-    plan = planning.plan(continued(recipe, resume), world_size)
+    device = torch.device(own_device_type())
+    plan = planning.plan(continued(recipe, resume), world_size, device.type)
     section = plan.recipe.rows
     attention = choose_attention(
         plan.source,
@@ -43,6 +45,7 @@ def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
     declared = declare(model, found, plan.layout)
     declared = quantizing.put(model, plan.recipe, declared, plan.layout, adapter, quantised)
     trained = optimizing.lines_of(plan.recipe, model)
+    float8 = precision.chosen(plan.recipe, device, model, declared, plan.layout)
     stage_holders(model, declared, plan.layout, plan.recipe.distributed.pp_schedule or "1f1b")
     lines = [
         plan.layout.summary(),
@@ -51,6 +54,7 @@ def inspect(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
         *(f"adapter     {line}" for line in (adapter.lines() if adapter is not None else [])),
         *(quantised.lines if quantised is not None else ()),
         *trained,
+        *(() if float8 is None else [f"fp8         {float8.summary()}"]),
         *rounding.notes(plan.recipe),
         f"attention on this machine: {attention.description}",
         f"longest row: {plan.max_seq_length} tokens",

@@ -50,6 +50,15 @@ def test_check_is_for_the_world_size_that_is_asked_for(meshtune: Command, recipe
     assert "global_batch_size: 4 cannot be shared out over 3 data-parallel ranks; write 3 or 6" in said.err
 
 
+def test_check_is_of_this_machines_device(meshtune: Command, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only an accelerator can do is no error on one."""
+    asked = ("training.offload=optimizer", "training.activation_offload=true")
+    assert "this machine has no accelerator" in meshtune("check", recipe, *asked).err
+    monkeypatch.setattr("meshtune.recipes.inspect.own_device_type", lambda: "cuda")
+    said = meshtune("check", recipe, *asked)
+    assert said.code == 0, said.err
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
@@ -57,6 +66,10 @@ def test_check_is_for_the_world_size_that_is_asked_for(meshtune: Command, recipe
         ("data.train_path=none.jsonl", "none.jsonl"),
         ("data.validation_path=none.jsonl", "none.jsonl"),
         ("model.attention=flash_attention_2", "model.attention: flash_attention_2 cannot run"),
+        (
+            "training={precision: fp8, fp8: {exclude_modules: [q_projj]}, max_steps: 1, learning_rate: 1e-3}",
+            "did you mean q_proj",
+        ),
     ],
 )
 def test_check_finds_what_training_would(meshtune: Command, recipe: Path, override: str, says: str) -> None:
