@@ -60,7 +60,7 @@ def check(merge: Merge, recipe: Recipe) -> None:
         raise RecipeError(
             f"--weight: {len(merge.weights)} given for {count} adapters; give one for each: {own}as --adapter"
         )
-    if merge.base is not None and recipe.quantization is None:
+    if merge.base is not None and (recipe.quantization is None or recipe.quantization.qat):
         raise RecipeError(f"--base {merge.base}: the run's weights were not quantised; leave it out")
     from meshtune.models.adapters.inject import require_peft
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from meshtune.config import from_mapping
-from meshtune.errors import ModelError
+from meshtune.errors import ModelError, RecipeError
 from meshtune.models import hf
 from meshtune.models.adapters import files
 from meshtune.models.adapters.inject import inject
@@ -220,12 +220,19 @@ def test_what_is_no_adapters_folder(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.bin").touch()
     with pytest.raises(ModelError, match="pickle"):
         files.find(str(tmp_path))
-    asked = from_mapping(
-        Recipe,
-        {"model": {"name": "x/y"}, "data": {"train_path": "rows.jsonl"}, "training": {"learning_rate": 1e-4}},
-    )
+    needed = {"data": {"train_path": "rows.jsonl"}, "training": {"learning_rate": 1e-4}}
+    asked = from_mapping(Recipe, {"model": {"name": "x/y"}, **needed})
     with pytest.raises(ModelError, match=r"^--adapter: .* pickle"):  # before anything of the run is read
         merging.check(merging.Merge((str(tmp_path),)), asked)
+
+
+def test_a_run_whose_weights_were_trained_has_no_other_base() -> None:
+    """Quantisation-aware training holds weights in float: there is nothing to choose between."""
+    needed = {"data": {"train_path": "rows.jsonl"}, "training": {"learning_rate": 1e-4}}
+    quantised = {"quantization": {"type": "int4", "qat": True}}
+    asked = from_mapping(Recipe, {"model": {"name": "x/y"}, **needed, **quantised})
+    with pytest.raises(RecipeError, match=r"^--base original: the run's weights were not quantised"):
+        merging.check(merging.Merge(("an/adapter",), base="original"), asked)
 
 
 @pytest.mark.parametrize("rslora", [False, True])
