@@ -33,6 +33,8 @@ def _offload_problems(recipe: Recipe) -> Iterable[tuple[str, str]]:
             "training.offload",
             f"parameters needs strategy: fsdp2, which gathers weights as they are used, not {strategy}",
         )
+    if recipe.training.offload == "optimizer" and strategy == "megatron_fsdp":
+        yield "training.offload", "optimizer is not made for strategy: megatron_fsdp; write `strategy: fsdp2`"
     if recipe.training.offload == "optimizer" and recipe.optimizer.name not in SLICED:
         yield (
             "training.offload",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshtune.errors import Problem, RecipeError
 from meshtune.optim.groups import Rule, assign, faster_b
+from meshtune.optim.methods import METHODS
 from meshtune.recipes import adapting, quantizing
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from meshtune.layout import Layout
     from meshtune.models.source import Source
     from meshtune.models.trainable import Trained
+    from meshtune.optim.section import OptimizerSection
     from meshtune.recipes.recipe import Recipe
     from meshtune.recipes.run import Setup
 
@@ -50,11 +52,16 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"{recipe.lr_scheduler.name} lowers the learning rate, which schedule_free_adamw does by averaging weights; write "
             "`name: constant` (a warm-up is good)",
         )
-    if recipe.distributed.strategy == "megatron_fsdp" and recipe.optimizer.name not in ("adamw", "sgd"):
+    if recipe.distributed.strategy != "megatron_fsdp":
+        return
+    if recipe.optimizer.name not in ("adamw", "sgd"):
         yield (
             "optimizer.name",
             f"{recipe.optimizer.name} is not made for strategy: megatron_fsdp; write `strategy: fsdp2`",
         )
+    for key in ("trainable", "freeze"):
+        if recipe.peft is None and getattr(recipe.model, key) is not None:
+            yield f"model.{key}", "megatron_fsdp does not hold frozen weights beside trained ones; fsdp2 and ddp do"
 
 
 def check_patterns(recipe: Recipe, source: Source) -> None:
@@ -90,6 +97,8 @@ def choose(recipe: Recipe, model: Any, trained: Trained | None) -> Learning:
     section = recipe.optimizer
     rules = assign(section.groups, tensors)
     parts = _parts(model, tensors, rules) if section.name == "muon" else {}
+    if parts:
+        _check_keys(section, parts)
     if recipe.peft is not None and recipe.peft.loraplus_lr_ratio is not None:
         dimensions = {name: parameter.ndim for names, parameter in tensors.items() for name in names}
         rate = _EMBEDDING_RATE if recipe.peft.loraplus_lr_embedding is None else recipe.peft.loraplus_lr_embedding
@@ -154,6 +163,17 @@ def _parts(model: Any, tensors: Mapping[tuple[str, ...], nn.Parameter], rules: M
     if wrong:
         raise RecipeError([Problem("optimizer.groups", message) for message in wrong])
     return found
+
+
+def _check_keys(section: OptimizerSection, parts: Mapping[str, str]) -> None:
+    """Raises RecipeError for keys of the one of muon's two optimizers that has no parameter."""
+    for part, other in (("muon", "adamw"), ("adamw", "muon")):
+        if part not in parts.values():
+            keys = METHODS["adamw"].keys if part == "adamw" else METHODS["muon"].keys - METHODS["adamw"].keys
+            message = f"has no effect: {other} takes all that is trained; leave it out"
+            given = [key for key in sorted(keys) if getattr(section, key) is not None]
+            if given:
+                raise RecipeError([Problem(f"optimizer.{key}", message) for key in given])
 
 
 def _own(module: nn.Module) -> Iterator[nn.Parameter]:

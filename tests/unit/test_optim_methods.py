@@ -12,7 +12,7 @@ from torch import nn
 from meshtune.config import from_mapping
 from meshtune.errors import ModelError, RecipeError
 from meshtune.models.section import ModelSection
-from meshtune.models.trainable import tensor_names
+from meshtune.models.trainable import find_trained, tensor_names
 from meshtune.optim import methods
 from meshtune.optim.build import Known
 from meshtune.optim.groups import GroupSection, assign, faster_b
@@ -58,6 +58,22 @@ def test_schedule_free_wants_no_falling_schedule() -> None:
         RecipeError, match="cosine lowers the learning rate, which schedule_free_adamw does by averaging"
     ):
         recipe(name="schedule_free_adamw")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("model", "freeze", ["lm_head"]), ("model", "trainable", ["lm_head"]), ("training", "offload", "optimizer")],
+)
+def test_what_megatron_fsdp_cannot_do_is_said(section: str, key: str, value: Any) -> None:
+    sections: dict[str, Any] = {
+        "model": {"name": "x"},
+        "data": {"train_path": "x"},
+        "training": {"max_steps": 1, "learning_rate": 1e-3},
+        "distributed": {"strategy": "megatron_fsdp"},
+    }
+    from_mapping(Recipe, sections)
+    with pytest.raises(RecipeError, match=rf"{section}\.{key}: .*megatron_fsdp"):
+        from_mapping(Recipe, {**sections, section: {**sections[section], key: value}})
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +137,18 @@ def test_muon_gets_hidden_matrices_and_adamw_the_rest() -> None:
     assert learning.lines[0].startswith("optimizer   muon: ") and learning.lines[1].startswith("optimizer   adamw: ")
     with pytest.raises(RecipeError, match=r"model.norm.weight has 1 dimensions; muon needs matrices"):
         optimizing.choose(recipe(name="muon", groups=[{"match": ["model.norm"], "name": "muon"}]), model, None)
+
+
+def test_keys_of_the_part_of_muon_that_has_nothing_are_named() -> None:
+    """Of an adapter of linear layers all is muon's; of groups that say so all is adamw's."""
+    model = tiny_model("llama")
+    matrices = find_trained(model, lambda name: "proj" in name)
+    optimizing.choose(recipe(name="muon", momentum=0.9), model, matrices)
+    with pytest.raises(RecipeError, match=r"optimizer.betas: has no effect: muon takes all that is trained"):
+        optimizing.choose(recipe(name="muon", betas=[0.9, 0.99]), model, matrices)
+    groups = [{"match": ["*"], "name": "adamw"}]
+    with pytest.raises(RecipeError, match=r"optimizer.momentum: has no effect: adamw takes all that is trained"):
+        optimizing.choose(recipe(name="muon", momentum=0.9, groups=groups), model, None)
 
 
 def test_muon_asks_what_is_hidden() -> None:
