@@ -62,7 +62,10 @@ class AdapterSection(Section):
         description=f"Their product counts alpha / r times (alpha / sqrt(r) with `use_rslora`). Default {ALPHA:.0f}.",
     )
     dropout: float | None = Field(
-        None, ge=0, lt=1, description="Probability of dropping an input of an adapter while training. Default 0."
+        None,
+        ge=0,
+        lt=1,
+        description="Probability of dropping an input of an adapter while training. Default 0; of an `adapter` what its files say.",
     )
     target_modules: str | list[str] | None = Field(
         None,
