@@ -95,7 +95,9 @@ class Parallel:
         have been `freed`, the norm of this rank's part."""
         counted = [p for p in parameters if p not in self._counted_elsewhere]
         stages = self._layout.peers("pp") if self._layout.size("pp") > 1 else None
-        return grad_norm(counted, self._parts, stages, torch.device(self._layout.device_type), freed)
+        # Of a stage that trains nothing, where the others count theirs: weights may be in the memory of the CPU.
+        device = next((p.device for p in self._root.parameters()), torch.device(self._layout.device_type))
+        return grad_norm(counted, self._parts, stages, device, freed)
 
     def settled_late(self) -> frozenset[str]:
         """Names of parameters of the model whose gradients are complete only when `train` is over."""
