@@ -65,7 +65,7 @@ class AdapterSection(Section):
         None,
         ge=0,
         lt=1,
-        description="Probability of dropping an input of an adapter while training. Default 0; of an `adapter` what its files say.",
+        description="Probability of dropping an input of an adapter while training. Default 0; of an `adapter`, its own.",
     )
     target_modules: str | list[str] | None = Field(
         None,
