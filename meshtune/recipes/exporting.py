@@ -57,7 +57,7 @@ def export_checkpoint(
     found = find_sound(lambda known: _find(run, step, known), connect("cpu"), damaged)
     assert found is not None  # `_find` raises where there is none
     source = resolve(recipe.model, recipe.quantization)
-    _check_target(to, Path(source.location))
+    _check_target(to, {source.location: "the model that the run started from", **_adapters_read(recipe, merge)})
     asked = dtype or recipe.checkpoint.export_dtype
     try:
         notes = _write(recipe, source, found, to, None if asked == "auto" else getattr(torch, asked), merge)
@@ -105,12 +105,28 @@ def _notes(merged: Merging, dtype: torch.dtype) -> list[str]:
     return lines
 
 
-def _check_target(to: Path, origin: Path) -> None:
-    """An export takes the place of an export; of nothing else."""
-    if to.exists() and (not to.is_dir() or (any(to.iterdir()) and not _is_export(to))):
+def _adapters_read(recipe: Recipe, merge: merging.Merge | None) -> dict[str, str]:
+    """Adapters that are read where they are, and what each is."""
+    own = (
+        {}
+        if recipe.peft is None or recipe.peft.adapter is None
+        else {recipe.peft.adapter: "the adapter that the run started from"}
+    )
+    return {
+        **own,
+        **dict.fromkeys(merge.adapters if merge is not None else (), "the adapter that --adapter names"),
+    }
+
+
+def _check_target(to: Path, read: Mapping[str, str]) -> None:
+    """An export takes the place of an export; of nothing else, nor of what is `read` for it."""
+    if not to.exists():
+        return
+    if not to.is_dir() or (any(to.iterdir()) and not _is_export(to)):
         raise CheckpointError(f"--to {to} exists and is not a model folder; name another")
-    if to.exists() and origin.exists() and to.samefile(origin):
-        raise CheckpointError(f"--to {to} is the model that the run started from; name another folder")
+    for name, what in read.items():
+        if (origin := Path(name).expanduser()).exists() and to.samefile(origin):
+            raise CheckpointError(f"--to {to} is {what}; name another folder")
 
 
 def _is_export(folder: Path) -> bool:

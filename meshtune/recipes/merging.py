@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -60,6 +61,8 @@ def check(merge: Merge, recipe: Recipe) -> None:
         raise RecipeError(
             f"--weight: {len(merge.weights)} given for {count} adapters; give one for each: {own}as --adapter"
         )
+    if wrong := [weight for weight in merge.weights if not math.isfinite(weight)]:
+        raise RecipeError(f"--weight: found {wrong[0]}; wanted a finite number")
     if merge.base is not None and (recipe.quantization is None or recipe.quantization.qat):
         raise RecipeError(f"--base {merge.base}: the run's weights were not quantised; leave it out")
     from meshtune.models.adapters.inject import require_peft

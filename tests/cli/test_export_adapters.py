@@ -137,6 +137,7 @@ def test_a_run_goes_on_from_an_adapter(meshtune: Command, adapted: Path, things:
     [
         (["--adapter", "x"], "--adapter has no effect without --merge"),
         (["--merge", "--weight", 1, "--weight", 1], "--weight: 2 given for 1 adapters"),
+        (["--merge", "--weight", "nan"], "--weight: found nan; wanted a finite number"),
         (["--merge", "--base", "original"], "--base original: the run's weights were not quantised"),
         (["--merge", "--adapter", "no/such/folder"], "--adapter: there is no adapter no/such/folder"),
     ],
@@ -147,6 +148,20 @@ def test_what_cannot_be_merged(
     said = meshtune("export", adapted, "--to", tmp_path / "out", *arguments)
     assert said.code == 2 and says in said.err
     assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_that_is_read_is_not_written_over(
+    meshtune: Command, adapted: Path, things: Path, tmp_path: Path
+) -> None:
+    """Neither one that is merged, nor the one that a run went on from."""
+    own = shutil.copytree(adapted / "export", tmp_path / "own")
+    said = meshtune("export", adapted, "--to", own, "--merge", "--adapter", own)
+    assert said.code == 2 and f"--to {own} is the adapter that --adapter names" in said.err, said.err
+    start = (f"model.name={adapted.parent / 'model'}", f"peft.adapter={own}")
+    assert meshtune("train", write_recipe(tmp_path, things), *start).code == 0
+    said = meshtune("export", tmp_path / "run", "--to", own)
+    assert said.code == 2 and f"--to {own} is the adapter that the run started from" in said.err, said.err
+    assert (own / "adapter_model.safetensors").is_file()
 
 
 def test_an_adapter_is_merged_into_what_a_run_without_one_has_trained(
