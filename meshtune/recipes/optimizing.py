@@ -52,6 +52,8 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"{recipe.lr_scheduler.name} lowers the learning rate, which schedule_free_adamw does by averaging weights; write "
             "`name: constant` (a warm-up is good)",
         )
+    if recipe.peft is not None and recipe.peft.loraplus_lr_ratio is not None and recipe.training.learning_rate == 0:
+        yield "peft.loraplus_lr_ratio", "has no effect with training.learning_rate: 0; leave it out"
     if recipe.distributed.strategy != "megatron_fsdp":
         return
     if recipe.optimizer.name not in ("adamw", "sgd"):

@@ -64,6 +64,14 @@ def test_an_adapter_trains_alone() -> None:
         recipe(peft={}, distributed={"strategy": "megatron_fsdp"})
 
 
+def test_a_ratio_of_no_rate_is_none() -> None:
+    """C44: the rate of embeddings is one of its own, which a share of 0 cannot be."""
+    nothing = {"learning_rate": 0.0}
+    recipe(peft={}, training=nothing)
+    with pytest.raises(RecipeError, match=r"peft.loraplus_lr_ratio: has no effect with training.learning_rate: 0"):
+        recipe(peft={"loraplus_lr_ratio": 4.0}, training=nothing)
+
+
 def test_frozen_bfloat16_is_computed_with_in_float32_where_it_is_widened() -> None:
     sections = {"model": {"name": "x/y", "dtype": "bfloat16"}, "training": {"learning_rate": 1e-4, "precision": "fp32"}}
     assert recipe(peft={}, **sections).model.dtype == "bfloat16"
