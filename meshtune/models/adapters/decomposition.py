@@ -47,11 +47,6 @@ def check_beginning(model: nn.Module, init: str) -> None:
         if not _has_matrices(layer):
             continue
         weight = layer.get_base_layer().weight
-        if not weight.is_floating_point():
-            raise ModelError(
-                f"peft.init_lora_weights: {init} takes its values from weights, and those of {path} are quantised; write "
-                "`default`"
-            )
         if layer.r[NAME] > min(weight.shape):
             raise ModelError(
                 f"peft.r: {layer.r[NAME]} is more than {path} has ({tuple(weight.shape)}), which {init} takes its values from; "

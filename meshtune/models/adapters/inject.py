@@ -6,7 +6,6 @@ import copy
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +17,6 @@ from meshtune.errors import ModelError
 from meshtune.models.adapters.section import ALPHA, AdapterSection, R
 from meshtune.models.adapters.targets import Targets, shortest
 from meshtune.models.adapters.view import Adapter, remember
-from meshtune.models.quantization.linear import QuantizedLinear
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -77,7 +75,7 @@ def inject(model: PreTrainedModel, section: AdapterSection, config: LoraConfig) 
     asked = copy.deepcopy(config)
     asked.init_lora_weights = True  # values come later; those that are made of weights, PEFT would want now
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings(), _as_if_dense(model):
+        with torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # each thing that PEFT warns of was checked before
             inject_adapter_in_model(asked, model)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -94,20 +92,6 @@ def inject(model: PreTrainedModel, section: AdapterSection, config: LoraConfig) 
     adapter = Adapter(section, config, inner, trained, tensors, frozenset(_beginnings(config, tensors)))
     remember(model, adapter)
     return adapter
-
-
-@contextmanager
-def _as_if_dense(model: nn.Module) -> Iterator[None]:
-    """PEFT measures weights for DoRA; of those that are held in few bits it sees the shape."""
-    held = {layer: layer._parameters["weight"] for layer in model.modules() if isinstance(layer, QuantizedLinear)}
-    for layer in held:
-        whole = torch.empty(layer.out_features, layer.in_features, dtype=layer.source_dtype, device="meta")
-        layer._parameters["weight"] = nn.Parameter(whole, requires_grad=False)
-    try:
-        yield
-    finally:
-        for layer, weight in held.items():
-            layer._parameters["weight"] = weight
 
 
 def _beginnings(config: LoraConfig, tensors: Iterable[str]) -> Iterator[str]:

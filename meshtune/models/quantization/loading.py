@@ -42,11 +42,6 @@ def put_held(layer: QuantizedLinear, held: Held, device: torch.device) -> None:
         layer._parameters[name] = parameter_like(own, meta)
 
 
-def dequantised(layer: QuantizedLinear) -> Tensor:
-    """The whole weight [out, in] in float32 of a layer that no layout has cut."""
-    return layer.dense(torch.float32)
-
-
 def dequantised_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors of a model by name, with float32 weights [out, in] in the place of what holds quantised ones.
 
