@@ -164,6 +164,17 @@ def test_an_adapter_that_is_read_is_not_written_over(
     assert (own / "adapter_model.safetensors").is_file()
 
 
+def test_an_adapter_that_does_nothing_is_named_when_it_is_exported(
+    meshtune: Command, recipe: Path, tmp_path: Path
+) -> None:
+    """C77: it loads everywhere, and looks like one that was trained."""
+    settings = ["training.learning_rate=0", "training.max_steps=1", "peft.target_modules=[layers.1.self_attn.q_proj]"]
+    assert meshtune("train", recipe, "checkpoint.export=none", *settings).code == 0
+    said = meshtune("export", tmp_path / "run", "--to", tmp_path / "out")
+    assert said.code == 0, said.err
+    assert "the adapter of 1 layers does nothing: it is zero, as it began (model.layers.1.self_attn.q_proj)" in said.out
+
+
 def test_an_adapter_is_merged_into_what_a_run_without_one_has_trained(
     meshtune: Command, adapted: Path, recipe: Path, tmp_path: Path
 ) -> None:

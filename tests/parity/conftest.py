@@ -34,7 +34,7 @@ class Bench:
         self.add("train", make_conversations(31, seed=0))
         self.add("packed", make_conversations(73, seed=1))
         self.add("validation", make_conversations(7, seed=2))
-        self._models: dict[str, Path] = {}
+        self._models: dict[str, tuple[Path, dict[str, Any]]] = {}
         self._plain: dict[tuple[Any, ...], Course] = {}
         self._numbers = count(1)
 
@@ -58,8 +58,11 @@ class Bench:
         """The folder of an architecture; a named variant has other settings, or weights that were changed."""
         name = f"{architecture}-{variant}" if variant else architecture
         if name not in self._models:
-            self._models[name] = save_model(self.folder / name, architecture, self.tokenizer, change, **settings)
-        return self._models[name]
+            folder = save_model(self.folder / name, architecture, self.tokenizer, change, **settings)
+            self._models[name] = folder, settings
+        folder, made = self._models[name]
+        assert settings in ({}, made), f"two tests call different models {name}"
+        return folder
 
     def rows(self, name: str) -> list[Row]:
         """The conversations of a data file as tokens."""

@@ -14,9 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshtune.config import from_mapping
 from meshtune.errors import RecipeError
+from meshtune.layout import Layout
 from meshtune.optim.rounding import Position
 from meshtune.optim.slices import Rounding, Sliced
+from meshtune.recipes import memory
+from meshtune.recipes.recipe import Recipe
 from tests.parity.conftest import Bench
 from tests.parity.meshes import PP, SP, WEIGHTS, split
 from tests.parity.runs import check_course, course, train
@@ -112,3 +116,24 @@ def test_on_the_cpu_they_are_refused(bench: Bench, key: str) -> None:
     recipe = bench.recipe(bench.model("llama"), training={key: True if key == "activation_offload" else "parameters"})
     with pytest.raises(RecipeError, match=rf"training\.{key}: .*no accelerator"):
         bench.ranks.call(1, train, recipe, bench.cache)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"optimizer": {"in_backward": True}}, r"optimizer\.in_backward: beside offload: parameters .* torch 2.13"),
+        ({"distributed": {"dp_replicate_size": 2}}, r"training\.offload: parameters beside dp_replicate_size"),
+    ],
+    ids=["in_backward", "hsdp"],
+)
+def test_an_older_torch_whose_copies_are_read_too_early_is_refused(changes: dict[str, Any], says: str) -> None:
+    sections = {
+        "model": {"name": "x"},
+        "data": {"train_path": "x"},
+        "training": {"max_steps": 1, "learning_rate": 1e-3, "offload": "parameters", "max_grad_norm": None},
+    }
+    recipe = from_mapping(Recipe, {**sections, **changes})
+    layout = Layout.resolve(recipe.distributed, 4, "cuda")
+    memory.check(recipe, layout, "cuda", 1)
+    with patch("meshtune.recipes.memory._waits_for_copies", return_value=False), pytest.raises(RecipeError, match=says):
+        memory.check(recipe, layout, "cuda", 1)

@@ -95,7 +95,7 @@ def check_weights(root: CausalLM, recipe: dict[str, Any]) -> None:
 def recipe_of(bench: Bench, form: str, distributed: dict[str, Any], ranks: int, **training: Any) -> dict[str, Any]:
     readers = ranks // (distributed.get("tp_size", 1) * distributed.get("cp_size", 1) * distributed.get("pp_size", 1))
     sizes = {"per_device_batch_size": 12 // readers // 2, **training}
-    folder = bench.model("llama", "wide", **WIDE)
+    folder = bench.model("llama", "two blocks wide", **WIDE)
     recipe = bench.recipe(folder, distributed=distributed, training=sizes, checkpoint={"every_steps": 2})
     adapter = {"r": adapters.RANK, "alpha": adapters.ALPHA, **FORMS[form][2]}
     return {**recipe, "peft": adapter, "quantization": FORMS[form][0]}
@@ -109,7 +109,7 @@ def check(found: Course, wanted: Course, of: str) -> None:
 def test_every_layout_has_the_numbers_of_peft_on_bitsandbytes(bench: Bench) -> None:
     """Loss, gradient norm and every A and B after three steps; with fsdp2 activations are made again in the backward. A run of it
     goes on elsewhere: its checkpoint holds no quantised weight, they come again from where they came from."""
-    folder = bench.model("llama", "wide", **WIDE)
+    folder = bench.model("llama", "two blocks wide", **WIDE)
     courses = bench.ranks.call(1, references, folder, list(FORMS), bench.windows(False)[:3])[0]
     wanted = dict(zip(FORMS, courses, strict=True))
     assert len({course.loss[0] for course in courses}) == len(FORMS), "forms differ"

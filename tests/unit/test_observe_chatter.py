@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 
-import pytest
-
 from meshtune.observe.chatter import hush
 
 
-def test_only_what_is_known_to_mean_nothing_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def shown(name: str, message: str, *arguments: object) -> bool:
+    """Whether the logger `name` hands the message on: where to, depends on what else has run in this process."""
+    record = logging.LogRecord(name, logging.WARNING, __file__, 1, message, arguments, None)
+    return bool(logging.getLogger(name).filter(record))
+
+
+def test_only_what_is_known_to_mean_nothing_is_left_out() -> None:
     hush()
     hush()  # a command in this process may have said so before
-    torchao = logging.getLogger("torchao")
-    torchao.warning("Failed to load /somewhere/_C_mxfp8.so: Could not load this library: _C_mxfp8.so")
-    torchao.warning("this configuration is deprecated")
-    logging.getLogger("bitsandbytes.backends.cpu.ops").warning("Failed to load CPU gemm_4bit_forward from x: %s", "why")
-    logging.getLogger("bitsandbytes.backends.cpu.ops").warning("something else")
-    assert capsys.readouterr().err.splitlines() == ["this configuration is deprecated", "something else"]
-    assert len(torchao.filters) == 1
+    assert not shown("torchao", "Failed to load /somewhere/_C_mxfp8.so: Could not load this library: _C_mxfp8.so")
+    assert shown("torchao", "this configuration is deprecated")
+    kernels = "bitsandbytes.backends.cpu.ops"
+    assert not shown(kernels, "Failed to load CPU gemm_4bit_forward from x: %s", "why")
+    assert shown(kernels, "something else")
+    assert len(logging.getLogger("torchao").filters) == 1
