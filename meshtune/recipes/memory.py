@@ -128,6 +128,12 @@ def _on_device(recipe: Recipe, device_type: str) -> Iterable[tuple[str, str]]:
 
 
 def _on_layout(recipe: Recipe, layout: Layout, accumulation: int) -> Iterable[tuple[str, str]]:
+    if recipe.training.offload == "parameters" and not _waits_for_copies():
+        way = "from torch 2.13 on; upgrade torch, or leave out one of the two"
+        if recipe.optimizer.in_backward:
+            yield IN_BACKWARD, f"beside offload: parameters reads gradients that have come to the CPU {way}"
+        if layout.size("dp_replicate") > 1:
+            yield "training.offload", f"parameters beside dp_replicate_size above 1 moves whole gradients {way}"
     if not recipe.optimizer.in_backward:
         return
     if layout.size("pp") > 1:
@@ -140,3 +146,10 @@ def _on_layout(recipe: Recipe, layout: Layout, accumulation: int) -> Iterable[tu
         )
     if layout.strategy == "ddp" and layout.size("loss") > 1:
         yield IN_BACKWARD, "is not made for strategy: ddp, which adds up gradients over ranks later; write `fsdp2`"
+
+
+def _waits_for_copies() -> bool:
+    """Whether FSDP2 lets nobody read, or overwrite, a gradient that is on its way to the CPU: pytorch/pytorch#180665, #180666."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # which came with the same version
