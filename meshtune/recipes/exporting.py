@@ -16,7 +16,7 @@ from meshtune.layout.world import connect
 from meshtune.models import hf
 from meshtune.models.adapters import files
 from meshtune.models.adapters.merging import Merging
-from meshtune.models.adapters.writing import export_adapter
+from meshtune.models.adapters.writing import does_nothing, export_adapter
 from meshtune.models.export import export
 from meshtune.models.source import Source, load_tokenizer, resolve
 from meshtune.recipes import merging
@@ -82,8 +82,9 @@ def _write(
         return _notes(merged, dtype or source.export_dtype)
     if recipe.peft is not None:
         model, adapter = merging.own_adapter(recipe, source, tokenizer, found)
-        export_adapter(model, adapter, source, tokenizer, to, dtype)
-        return [f"an adapter of {source.name}; --merge writes the model with it"]
+        idle = export_adapter(model, adapter, source, tokenizer, to, dtype)
+        note = f"an adapter of {source.name}; --merge writes the model with it"
+        return [note, f"WARNING     {does_nothing(idle)}"] if idle else [note]
     model = hf.build(source, "eager")
     model.to_empty(device="cpu")
     model.tie_weights()

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from meshtune.recipes.planning import Plan
 
 
-_SHOWN = 5
-
-
 @dataclass(frozen=True)
 class RunResult:
     """What a run left: its folder, its export if there is one, and where it stood at the end."""
@@ -130,6 +127,7 @@ class Setup:
 
     def train(self, weights: Mapping[str, torch.Tensor] | None, started: Callable[[], None] | None) -> RunResult:
         """Build the model in its shards and what surrounds it, run the loop, export."""
+        from meshtune.models.adapters.writing import does_nothing
         from meshtune.optim.averaging import average_for_good
         from meshtune.recipes import assembly
         from meshtune.training.loop import fit
@@ -161,10 +159,7 @@ class Setup:
         if self.recipe.checkpoint.export == "best" and parts.saver is not None:
             reporter.say(f"exporting   the best checkpoint, {parts.saver.take_best(state)}")
         if target is not None and (idle := self.export(target)) and state.step:
-            shown = ", ".join(idle[:_SHOWN]) + (", ..." if len(idle) > _SHOWN else "")
-            reporter.say(
-                f"WARNING     the adapter of {len(idle)} layers does nothing: it is zero, as it began ({shown})"
-            )
+            reporter.say(f"WARNING     {does_nothing(idle)}")
         return RunResult(self.run, target, state)
 
     def export(self, target: Path) -> list[str]:

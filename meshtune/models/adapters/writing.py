@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 _BEGINNING = ".initial"
+_SHOWN = 5
 _BEGINS_AS_ZEROS = re.compile(r"\.lora_(B|embedding_A)\.[^.]+(\.weight)?$")
 
 
@@ -55,6 +56,12 @@ def export_adapter(
         for name, tensor in tensors.items()
         if _BEGINS_AS_ZEROS.search(name) and not tensor.any()
     ]
+
+
+def does_nothing(layers: Sequence[str]) -> str:
+    """Of the layers that `export_adapter` has named, for people."""
+    shown = ", ".join(layers[:_SHOWN]) + (", ..." if len(layers) > _SHOWN else "")
+    return f"the adapter of {len(layers)} layers does nothing: it is zero, as it began ({shown})"
 
 
 def whole_adapter(model: nn.Module, adapter: Adapter) -> dict[str, Tensor]:
