@@ -86,7 +86,8 @@ def state_bytes(
     own: Callable[..., int] | None = getattr(optimizer, "bytes_kept", None)
     if own is not None:
         return own(parameter, shape, itemsize)
-    optimizer = innermost(optimizer)
+    if (inner := getattr(optimizer, "inner", None)) is not None:
+        return state_bytes(inner, parameter, shape, itemsize)
     moments = getattr(optimizer, "moments", _MOMENTS.get(type(optimizer).__name__))
     if moments is None:
         moments = int(bool(optimizer.defaults.get("momentum")))

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from meshtune.config import from_mapping
 from meshtune.errors import RecipeError
 from meshtune.layout.pieces import Cut, Piece, Rectangle
+from meshtune.optim.in_backward import InBackward
+from meshtune.optim.kept import state_bytes
 from meshtune.optim.rounding import Position, join, noise, round_by_chance, split
 from meshtune.optim.slices import REST, Rounding, Sliced
 from meshtune.recipes import rounding as chosen
@@ -99,6 +101,15 @@ def test_a_weight_without_dimensions(name: str) -> None:
         plain.step()
     assert held.item() == pytest.approx(exact.item(), rel=1e-2)
     assert all(value.shape == () for value in optimizer.state[held].values())
+
+
+def test_the_space_for_what_rounding_takes_away_is_foreseen() -> None:
+    """Also where updates are made in the backward."""
+    weight = nn.Parameter(torch.zeros(30, 7, dtype=torch.bfloat16))
+    group = {"params": [weight], "names": ["w"]}
+    sliced = Sliced(torch.optim.AdamW([group], lr=1.0), Rounding("kahan", 5, {weight: whole(weight)}))
+    for optimizer in (sliced, InBackward(sliced)):
+        assert state_bytes(optimizer, weight, (30, 7), 2) == 30 * 7 * 3 * 2
 
 
 def parts(shape: tuple[int, ...]) -> Iterator[tuple[Callable[[Tensor], Tensor], Position]]:
