@@ -61,8 +61,7 @@ def build_model(setup: Setup, weights: Mapping[str, torch.Tensor] | None) -> tup
     if setup.trained is not None:
         setup.trained = quantizing.counted(setup.trained, model)
     setup.learning = optimizing.choose(setup.recipe, model, setup.trained)
-    if setup.world.is_first:
-        optimizing.say(setup)
+    setup.world.from_first(lambda: optimizing.say(setup))
     float8 = precision.chosen(setup.recipe, device, model, plan, setup.layout)
     if float8 is not None and setup.world.is_first:
         print(f"fp8         {float8.summary()}", flush=True)

@@ -70,10 +70,13 @@ def write_facts(run: Path, recipe: Recipe, layout: dict[str, Any], data: dict[st
 
 
 def add_to_layout(run: Path, facts: Mapping[str, Any]) -> None:
-    """Write more into `layout.json`, from which the report has it too."""
+    """Write more into `layout.json`, from which the report has it too. Raises CheckpointError if it cannot be written."""
     file = run / "layout.json"
-    values = {**json.loads(file.read_text(encoding="utf-8")), **facts}
-    write_atomically(file, (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
+    try:
+        values = {**json.loads(file.read_text(encoding="utf-8")), **facts}
+        write_atomically(file, (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
+    except OSError as error:
+        raise _unwritable(run, error) from error
 
 
 def take(run: Path) -> RunLock:

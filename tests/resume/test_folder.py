@@ -13,6 +13,7 @@ import pytest
 from meshtune.checkpoint import folder
 from meshtune.checkpoint.lock import RunLock
 from meshtune.errors import CheckpointError
+from meshtune.recipes.folder import add_to_layout
 
 
 def write(run: Path, step: int, content: bytes = b"weights") -> Path:
@@ -135,3 +136,8 @@ def test_a_run_waits_for_one_that_is_just_ending(tmp_path: Path) -> None:
     threading.Timer(0.5, dying.__exit__, (None, None, None)).start()
     with RunLock(tmp_path, patience=20.0):
         assert 0.4 < time.monotonic() - start < 15.0
+
+
+def test_facts_that_cannot_be_written_are_an_error_of_the_run_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        add_to_layout(tmp_path, {"trained_parameters": 1})
