@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -27,6 +29,11 @@ def unit_names(model: PreTrainedModel) -> list[str]:
         if children and all(_is_block(child, blocks) for child in children):
             found += [f"{name}.{index}" for index in range(len(children))]
     return found
+
+
+def generic(name: str) -> str:
+    """A qualified name with its numbers written as `*`: the same for all layers of a kind."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
 def _is_block(module: nn.Module, names: set[str]) -> bool:

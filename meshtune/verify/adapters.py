@@ -10,7 +10,7 @@ from meshtune.errors import RecipeError
 from meshtune.models import hf
 from meshtune.models.adapters.inject import inject
 from meshtune.models.adapters.section import AdapterSection
-from meshtune.models.adapters.targets import generic
+from meshtune.models.blocks import generic
 from meshtune.models.section import ModelSection
 from meshtune.models.source import Source, resolve
 from meshtune.recipes import adapting

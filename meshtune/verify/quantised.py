@@ -15,7 +15,7 @@ from torch import nn
 from meshtune.errors import LayoutError, MeshtuneError, RecipeError
 from meshtune.layout import Layout
 from meshtune.models import hf
-from meshtune.models.quantization.choosing import generic
+from meshtune.models.blocks import generic
 from meshtune.models.quantization.section import QuantizationSection
 from meshtune.models.section import ModelSection
 from meshtune.models.source import Source, resolve

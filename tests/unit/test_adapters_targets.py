@@ -12,8 +12,9 @@ from meshtune.models import hf
 from meshtune.models.adapters.facts import facts_of
 from meshtune.models.adapters.inject import config_of, inject
 from meshtune.models.adapters.section import AdapterSection
-from meshtune.models.adapters.targets import Facts, Targets, find_targets, generic, shortest
+from meshtune.models.adapters.targets import Facts, Targets, find_targets, shortest
 from meshtune.models.adapters.view import base_view
+from meshtune.models.blocks import generic
 from tests.unit.models_tiny import tiny_source
 
 ATTENTION = {f"self_attn.{name}_proj" for name in "qkvo"}

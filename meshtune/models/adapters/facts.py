@@ -12,7 +12,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from meshtune.models.adapters.targets import Facts, generic, is_layer
+from meshtune.models.adapters.targets import Facts, is_layer
+from meshtune.models.blocks import generic
 from meshtune.models.shrink import Degrees
 from meshtune.models.source import Source
 from meshtune.models.twin import build_twin, miniature_config, row_of_tokens

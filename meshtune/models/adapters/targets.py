@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from meshtune.config.patterns import Patterns, as_written, matches, nearest_names
 from meshtune.errors import ModelError, Problem, RecipeError
 from meshtune.models.adapters.section import TARGET_MODULES, AdapterSection
+from meshtune.models.blocks import generic
 from meshtune.models.experts import experts_modules
 
 _SHOWN = 8
@@ -62,11 +63,6 @@ class Targets:
     parameters: tuple[str, ...] = ()
     saved: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-
-
-def generic(path: str) -> str:
-    """A path with its numbers written as `*`."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
 def find_targets(section: AdapterSection, model: PreTrainedModel, facts: Facts) -> Targets:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from meshtune.errors import LayoutError
 from meshtune.layout.pieces import Cut
 from meshtune.layout.plan import Plan, Sequences
-from meshtune.models.blocks import unit_names
+from meshtune.models.blocks import generic, unit_names
 from meshtune.models.plans.choices import Choice, Unfit, choices
 from meshtune.models.plans.geometry import realise
 from meshtune.models.plans.regions import Flow, Part, Region, find_regions, is_linear
@@ -63,11 +63,11 @@ def find(
             if choice is not None:
                 found.regions[signature].append((region, choice))
             else:
-                found.whole[_generic(f"{unit}.{region.path}")] = reason
+                found.whole[generic(f"{unit}.{region.path}")] = reason
         _check_asked(unit, asked, found, signature)
     _check_inside_blocks(unit_names(twin), asked)
     found.whole.update(
-        {_generic(name): "distributed.plan says so" for name, role in asked.items() if role == "replicate"}
+        {generic(name): "distributed.plan says so" for name, role in asked.items() if role == "replicate"}
     )
     if not any(found.regions.values()):
         reasons = (
@@ -97,9 +97,9 @@ def _check_asked(unit: str, asked: Mapping[str, Role], found: Findings, signatur
         own = name.removeprefix(f"{unit}.")
         if own == name or actual.get(own, "replicate") == role:
             continue
-        reasons = (text for path, text in found.whole.items() if _generic(name).startswith(path))
+        reasons = (text for path, text in found.whole.items() if generic(name).startswith(path))
         reason = next(reasons, "the layers that it feeds, or is fed by, do not fit that")
-        raise LayoutError(f"distributed.plan: {_generic(name)} cannot be {styles[role]}: {reason}")
+        raise LayoutError(f"distributed.plan: {generic(name)} cannot be {styles[role]}: {reason}")
 
 
 def _check_inside_blocks(units: list[str], asked: Mapping[str, Role]) -> None:
@@ -108,11 +108,6 @@ def _check_inside_blocks(units: list[str], asked: Mapping[str, Role]) -> None:
             raise LayoutError(
                 f"distributed.plan: {name} is in none of the model's repeated blocks, and only their layers are cut by it"
             )
-
-
-def _generic(name: str) -> str:
-    """A name with `*` in the place of its layer's number."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _choose(

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from meshtune.errors import LayoutError
+from meshtune.models.blocks import generic
 
 Role = Literal["column", "row", "replicate"]
 
@@ -63,6 +64,6 @@ def _nearest(pattern: str, model: nn.Module) -> str:
 
     if re.search(r"\.\d+\.", pattern):
         return "write * in the place of a layer's number: layers of one kind are cut alike"
-    generic = sorted({re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name, _ in model.named_modules() if name})
-    close = nearest(pattern, generic)
-    return f"did you mean {close!r}?" if close else f"its modules are {', '.join(generic[:12])}, ..."
+    kinds = sorted({generic(name) for name, _ in model.named_modules() if name})
+    close = nearest(pattern, kinds)
+    return f"did you mean {close!r}?" if close else f"its modules are {', '.join(kinds[:12])}, ..."

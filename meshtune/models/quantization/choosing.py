@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 from meshtune.config.patterns import Patterns, covers, misspelt
 from meshtune.errors import ModelError
 from meshtune.models.adapters.view import inner_paths
-from meshtune.models.blocks import unit_names
+from meshtune.models.blocks import generic, unit_names
 from meshtune.models.quantization.ao import Integers
 from meshtune.models.quantization.bnb import FourBit, Int8
 from meshtune.models.quantization.linear import Codec, QuantizedLinear
@@ -113,11 +112,6 @@ def quantise(model: PreTrainedModel, chosen: Chosen) -> None:
         layer = model.get_submodule(inner.get(path, path))
         assert isinstance(layer, nn.Linear)
         model.set_submodule(inner.get(path, path), QuantizedLinear(layer, chosen.codec))
-
-
-def generic(name: str) -> str:
-    """A name with `*` in the place of its layer's number."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _holders(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:

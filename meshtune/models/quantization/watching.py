@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshtune.models.quantization.choosing import generic
+from meshtune.models.blocks import generic
 from meshtune.models.shrink import Degrees
 from meshtune.models.source import Source
 from meshtune.models.twin import build_twin, miniature_config, row_of_tokens
