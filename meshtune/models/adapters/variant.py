@@ -40,17 +40,8 @@ class Place:
     stream: int | None = None
 
 
-class LoraForward(LoraVariant):
-    """`result + scaling * x A^T B^T`."""
-
-    def __init__(self) -> None:
-        self.place = Place()
-
-    def forward(  # type: ignore[override]
-        self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: Any
-    ) -> Tensor:
-        x = drop(_entering(module, active_adapter, x), module.lora_dropout[active_adapter], self.place.stream)
-        return _with_product(module, active_adapter, x, result)
+class _Product(LoraVariant):
+    """What a merge of PEFT's asks of a forward that adds a product."""
 
     @staticmethod
     def merge_safe(module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:
@@ -63,6 +54,19 @@ class LoraForward(LoraVariant):
     @staticmethod
     def unmerge(module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:
         return orig_weight.data - module.get_delta_weight(active_adapter).to(orig_weight.dtype)
+
+
+class LoraForward(_Product):
+    """`result + scaling * x A^T B^T`."""
+
+    def __init__(self) -> None:
+        self.place = Place()
+
+    def forward(  # type: ignore[override]
+        self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: Any
+    ) -> Tensor:
+        x = drop(_entering(module, active_adapter, x), module.lora_dropout[active_adapter], self.place.stream)
+        return _with_product(module, active_adapter, x, result)
 
 
 class DoraForward(DoraLinearVariant):
@@ -104,25 +108,13 @@ class DoraForward(DoraLinearVariant):
             return _norm(self._squares, crossed, first @ first.T, second, module.scaling[name], self.place.sums)
 
 
-class EmbeddingForward(LoraVariant):
+class EmbeddingForward(_Product):
     """`result + scaling * A[:, ids]^T B^T`; what scales the embedding scales that, too."""
 
     def forward(  # type: ignore[override]
         self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: Any
     ) -> Tensor:
         return _with_rows(module, active_adapter, x, result)
-
-    @staticmethod
-    def merge_safe(module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        return LoraForward.merge_safe(module, active_adapter, orig_weight)
-
-    @staticmethod
-    def merge_unsafe(module: Any, active_adapter: str, orig_weight: Tensor) -> None:
-        LoraForward.merge_unsafe(module, active_adapter, orig_weight)
-
-    @staticmethod
-    def unmerge(module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        return LoraForward.unmerge(module, active_adapter, orig_weight)
 
 
 class DoraEmbeddingForward(DoraEmbeddingVariant):
